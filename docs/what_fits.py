@@ -222,7 +222,7 @@ def traced(case: Case) -> Plan:
 def trace_of(case: Case) -> Case:
     """Return the case of one micro-batch whose trace this case reuses. The trace does not depend on the machine."""
     batch = BatchSpec(
-        case.tokens // case.length, case.length, None, False, "layer", aimed_tokens=MICRO_BATCH_TOKENS["cuda"]
+        case.tokens // case.length, case.length, None, False, "layer", target_tokens=MICRO_BATCH_TOKENS["cuda"]
     )
     return replace(case, machine="h200-1.5tb", tokens=batch.micro_batch_rows * case.length)
 

@@ -34,7 +34,7 @@ from tiered.units import PAGE_BYTES, round_up
 _Count = Literal["auto"] | int
 _ALL_LAYERS = 1 << 20  # exceeds the number of layers of any model
 #: Maximum number of visits by which weights are gathered ahead. Only memory that is otherwise free is used.
-MOST_GATHERS_AHEAD = 3
+MAX_GATHERS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Attempts:
         run: Run of the model, or a copy with a different gradient dtype, tiers or order of micro-batches.
         profile: Measured rates, which decide which blocks have their home in GPU memory.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        most_ahead: Maximum number of visits by which a run with several processes gathers weights ahead.
+        max_ahead: Maximum number of visits by which a run with several processes gathers weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
     """
 
@@ -53,7 +53,7 @@ class Attempts:
     model: TracedModel
     profile: LoadedProfile
     capacities: Mapping[str, int] = field(default_factory=dict)
-    most_ahead: int = MOST_GATHERS_AHEAD
+    max_ahead: int = MAX_GATHERS_AHEAD
     passes_parts: bool | None = None
 
     def first_fit(self) -> PlacedStep | Shortfall:
@@ -88,7 +88,7 @@ class Attempts:
 
     def _gather_distances(self) -> tuple[int, ...]:
         """Return the gather distances to try, in visits. Distance 1 needs a second full copy of the largest layer."""
-        is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
+        is_possible = self.max_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 
     def _gather_further_ahead(self, step: PlacedStep) -> PlacedStep:
@@ -98,10 +98,10 @@ class Attempts:
         the largest working set must fit in memory twice.
         """
         program, tier = step.program, self.model.compute_tier
-        if self.most_ahead < 2 or not program.sharding.gathers_ahead:
+        if self.max_ahead < 2 or not program.sharding.gathers_ahead:
             return step
         attempts = replace(self, passes_parts=bool(program.cuts.passing))
-        (variant,) = attempts._vocabulary_variants(attempts._builder(program.updates.overlaps_device, self.most_ahead))
+        (variant,) = attempts._vocabulary_variants(attempts._builder(program.updates.overlaps_device, self.max_ahead))
         other_step = self.place(variant)
         if isinstance(other_step, Shortfall):
             return step
@@ -156,7 +156,7 @@ class Attempts:
     def _budgets(self, program: StepProgram) -> dict[str, TierBudget]:
         """Return the tiers' budgets for a program, including its workspace."""
         run, model = self.run, self.model
-        workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.traced_on)
+        workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.trace_device)
         budgets = with_workspace(tier_budgets(run, workspace), teacher_bytes(run), model.compute_tier)
         for tier, nbytes in self._update_workspace_bytes().items():
             budgets[tier] = replace(budgets[tier], workspace_bytes=budgets[tier].workspace_bytes + nbytes)
@@ -170,7 +170,7 @@ class Attempts:
         layouts = [layout for layout in model.graph.layouts.values() if layout.trainable]
         if isinstance(optimizer, MatrixOptimizer) and model.compute_tier != "ram":
             shapes = matrix_shapes(optimizer, layouts)
-            nbytes = round_up(device_bytes(optimizer, self.run.traced_on, shapes), PAGE_BYTES)
+            nbytes = round_up(device_bytes(optimizer, self.run.trace_device, shapes), PAGE_BYTES)
             return {"ram": host_bytes(shapes) + optimizer.piece_bytes, model.compute_tier: nbytes}
         bytes_of = getattr(optimizer, "workspace_bytes", None)
         if bytes_of is None:

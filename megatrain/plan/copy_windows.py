@@ -58,7 +58,7 @@ class CopyWindows:
         self._kinds = np.concatenate([kinds, kinds])
         self._max_per_group, self._kind_indices = max_per_group, kind_indices
 
-    def counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
+    def buffer_counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
         """Return the number of buffers that ``num_ticks`` ticks need, by size and first tick."""
         # Count a copy once per window, at its first use. The window must begin after the copy's previous use.
         starts = np.maximum(np.maximum(self._previous_ticks + 1, self._ticks - num_ticks + 1), 0)
@@ -74,6 +74,6 @@ class CopyWindows:
             result[size] = result[size] + num_buffers if size in result else num_buffers
         return result
 
-    def most(self, num_ticks: int) -> dict[int, int]:
+    def max_buffer_counts(self, num_ticks: int) -> dict[int, int]:
         """Return the largest number of buffers that any ``num_ticks`` consecutive ticks need, by size."""
-        return {size: int(counts.max()) for size, counts in self.counts(num_ticks).items()}
+        return {size: int(counts.max()) for size, counts in self.buffer_counts(num_ticks).items()}

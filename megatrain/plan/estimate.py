@@ -159,7 +159,7 @@ class _LinkTimes:
 
     def constant_block_seconds(self) -> dict[str, float | None]:
         """Return the seconds per step to move the blocks whose sizes do not depend on the number of tokens."""
-        return self.seconds(self._traffic.of_step(self._has_constant_size))
+        return self.seconds(self._traffic.step_bytes(self._has_constant_size))
 
     def num_gpu_transfers(self, *, constant_only: bool = False) -> int:
         """Return how many blocks a step moves to and from a GPU, optionally counting only blocks of constant size."""

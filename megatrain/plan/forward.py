@@ -37,7 +37,7 @@ from megatrain.plan.plan import PlacedStep, Plan, TracedModel
 from megatrain.plan.planner import compared_with_machine, objections_to
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
-from megatrain.plan.search import STAY_SHARE, fastest, priced, with_open_room
+from megatrain.plan.search import STAY_SHARE, choose_fastest, price_step, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_supported_packing
 from megatrain.plan.traffic import Traffic
@@ -142,12 +142,12 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         frozen=FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings),
     ).build()
     program = evaluation_program(program)
-    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
+    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.trace_device)
     budgets = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
     profile = run.tiers.machine.rates()
-    plan = priced(_place(model, program, budgets, STAY_SHARE), profile)
+    plan = price_step(_place(model, program, budgets, STAY_SHARE), profile)
     if any(plan.traffic.values()):
-        plan = fastest(list(with_open_room(plan, profile)) or [plan])
+        plan = choose_fastest(list(with_open_room(plan, profile)) or [plan])
     return compared_with_machine(plan)
 
 
@@ -166,7 +166,7 @@ class GenerationPlan:
     def planned_bytes(self, num_passes: int) -> dict[str, int]:
         """Return the bytes that each link moves in ``num_passes`` passes. The first pass fills the KV cache."""
         placement = self.plan.placement
-        moved_bytes = Counter(Traffic(self.first, placement.routes, placement.homes, {}).of_first_step())
+        moved_bytes = Counter(Traffic(self.first, placement.routes, placement.homes, {}).first_step_bytes())
         if num_passes > 1:
             moved_bytes.update(placement.run_traffic_bytes(num_passes - 1))
         return {link: nbytes for link, nbytes in moved_bytes.items() if nbytes}
@@ -191,7 +191,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first_program, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     step = _place(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
-    plan = priced(step, run.tiers.machine.rates(), num_tokens=batch.num_rows)
+    plan = price_step(step, run.tiers.machine.rates(), num_tokens=batch.num_rows)
     return GenerationPlan(replace(plan, objections=objections_to(plan)), first_program)
 
 
@@ -200,10 +200,10 @@ def _trace_generation(
 ) -> tuple[VisitTrace, Mapping[int, int]]:
     """Return the visits of a pass, and the KV cache's bytes by visit."""
     with (
-        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
-        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+        deterministic_kernels(run.trace_device, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.has_fake_gpu),
     ):
-        return trace_generation(graph, rows, max_length, device=run.traced_on)
+        return trace_generation(graph, rows, max_length, device=run.trace_device)
 
 
 def _generation_programs(
@@ -219,7 +219,7 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     vocab_size: int = graph.config.get_text_config().vocab_size
     logit_bytes = _NUM_LOGIT_COPIES * 4 * run.batch.micro_batch_rows * vocab_size
     head_bytes = round_up(whole_head_bytes(program, graph), PAGE_BYTES)
-    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
+    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.trace_device)
     return workspace + logit_bytes + head_bytes
 
 
@@ -232,7 +232,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
         max_length: Maximum number of tokens in a prompt and its completion together.
     """
     num_rows = -(-num_prompts // rows) * rows
-    batch = replace(run.batch, num_rows=num_rows, max_length=max_length, given_rows=rows, order="layer")
+    batch = replace(run.batch, num_rows=num_rows, max_length=max_length, configured_rows=rows, order="layer")
     return replace(run, batch=batch)
 
 
@@ -252,14 +252,14 @@ def plan_averages(plan: Plan) -> Plan:
     workspace = budget.workspace_bytes + round_up(rounding_bytes, PAGE_BYTES)
     budgets[program.compute_tier] = replace(budget, workspace_bytes=workspace)
     homes = {key: plan.placement.homes[key] for key in program.blocks}
-    placement = PlacementSolver(program, list(budgets.values()), plan.run.placement.homes, given=homes).solve()
+    placement = PlacementSolver(program, list(budgets.values()), plan.run.placement.homes, existing_homes=homes).solve()
     if isinstance(placement, Shortfall):
         advice = (
             "This size is for evaluating the averaged weights, which are in fp32. "
             f'Give tiers.{placement.tier} that size, or write weights = "trained" in [evaluation].'
         )
         raise DoesNotFitError(replace(placement, advice=advice))
-    return priced(replace(plan.step, program=program, placement=placement, budgets_by_tier=budgets), _NO_RATES)
+    return price_step(replace(plan.step, program=program, placement=placement, budgets_by_tier=budgets), _NO_RATES)
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
@@ -312,9 +312,9 @@ def _place_samples(
             residency = replace(residency, kinds=residency.kinds & {"activations"})
         budgets[name] = replace(budget, workspace_bytes=workspace[name], residency=residency)
     homes = {key: plan.placement.homes[key] for key in program.blocks if key in plan.placement.homes}
-    placement = PlacementSolver(program, list(budgets.values()), run.placement.homes, given=homes).solve()
+    placement = PlacementSolver(program, list(budgets.values()), run.placement.homes, existing_homes=homes).solve()
     if isinstance(placement, Shortfall):
         return placement
     traced = replace(plan.traced, trace=trace)
     step = PlacedStep(run, traced, program, placement, budgets, plan.ticks)
-    return GenerationPlan(priced(step, _NO_RATES, num_tokens=run.batch.num_rows), first_program)
+    return GenerationPlan(price_step(step, _NO_RATES, num_tokens=run.batch.num_rows), first_program)

@@ -43,8 +43,8 @@ class GraphKeeper:
     ) -> None:
         self._run, self._traced, self._program, self._budgets = run, traced, program, budgets
         self._graph, self.trace, self._allowed = traced.graph, traced.trace, run.placement.homes
-        self._in_visits = list(visit_transients(self._graph, self.trace, program, run.num_together, run.traced_on))
-        self._without_graphs = peak_bytes(self._in_visits)
+        self._transients = list(visit_transients(self._graph, self.trace, program, run.num_together, run.trace_device))
+        self._peak_without_graphs = peak_bytes(self._transients)
 
     def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> PlacedStep | Shortfall:
         """Return the placement with the choice graphs and results, or a shortfall if a tier is too small.
@@ -73,7 +73,7 @@ class GraphKeeper:
         return self._with_advice(step, visits, saving_visits) if is_requested else step
 
     def _solve_for(self, visits: frozenset[int], saving_visits: frozenset[int]) -> PlacedStep | Shortfall:
-        nbytes = self.nbytes(visits)
+        nbytes = self.graph_bytes(visits)
         program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
         program = saving_results(program, self.trace, saving_visits - visits, with_products=True)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
@@ -96,7 +96,7 @@ class GraphKeeper:
         for kind in sorted(ops_per_byte, key=ops_per_byte.__getitem__, reverse=True):
             if graphs if kind == "graphs" else results:
                 free_memory.spend(kind)
-        return free_memory.kept()
+        return free_memory.filled_step()
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
         """Return the budgets after adding ``nbytes`` for graphs to the compute tier's workspace."""
@@ -132,13 +132,13 @@ class GraphKeeper:
             previous_layer = unit.layer
             yield visit
 
-    def nbytes(self, visits: Collection[int]) -> int:
+    def graph_bytes(self, visits: Collection[int]) -> int:
         """Return the bytes that these visits' kept graphs add to the workspace."""
         graphs = kept_graphs(self.trace, self._program, visits, self._run.num_together)
-        return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
+        return round_up(peak_bytes([*self._transients, *graphs]) - self._peak_without_graphs, PAGE_BYTES)
 
     def _with_advice(self, shortfall: Shortfall, visits: Collection[int], saving_visits: Collection[int]) -> Shortfall:
-        clauses = [f"Kept graphs take {format_size(self.nbytes(visits))}"] if visits else []
+        clauses = [f"Kept graphs take {format_size(self.graph_bytes(visits))}"] if visits else []
         if only_saving := set(saving_visits) - set(visits):
             nbytes = self._run.num_together * sum(self.trace.visits[visit].results.nbytes for visit in only_saving)
             clauses.append(f"{'s' if clauses else 'S'}aved results take {format_size(nbytes)}")
@@ -152,7 +152,7 @@ class _FreeMemory:
     def __init__(self, keeper: GraphKeeper, step: PlacedStep, tier: str) -> None:
         self._keeper, self._step, self._tier = keeper, step, tier
         self._inputs = activations_of(step.program)
-        self._kept: Mapping[KeptKind, frozenset[int]] = {
+        self._visits_by_kind: Mapping[KeptKind, frozenset[int]] = {
             "graphs": step.program.recompute.kept_graphs,
             "results": frozenset(),  # in addition to results that the program already saves
             "attention": frozenset(),
@@ -164,20 +164,20 @@ class _FreeMemory:
             visits = frozenset(self._keeper.candidates())
         else:
             visits = visits_with_results(self._keeper.trace, attention_alone=kind == "attention")
-            visits -= self._kept["graphs"] | self._step.program.recompute.saving
-            visits -= self._kept["results"]
-        for visit in sorted(visits - self._kept[kind], reverse=True):
-            others = {other: kept - {visit} for other, kept in self._kept.items()}
-            if not self._try_keeping({**others, kind: self._kept[kind] | {visit}}):
+            visits -= self._visits_by_kind["graphs"] | self._step.program.recompute.saving
+            visits -= self._visits_by_kind["results"]
+        for visit in sorted(visits - self._visits_by_kind[kind], reverse=True):
+            others = {other: kept - {visit} for other, kept in self._visits_by_kind.items()}
+            if not self._try_keeping({**others, kind: self._visits_by_kind[kind] | {visit}}):
                 return
 
     def _try_keeping(self, visits: Mapping[KeptKind, frozenset[int]]) -> bool:
         budget = self._step.budgets_by_tier[self._tier]
-        graph_bytes = self._keeper.nbytes(visits["graphs"]) - self._step.kept_bytes
+        graph_bytes = self._keeper.graph_bytes(visits["graphs"]) - self._step.kept_bytes
         used_bytes = self._step.placement.peak_bytes(self._tier) + graph_bytes + self._added_bytes(visits)
         if used_bytes > budget.capacity_bytes:
             return False
-        self._kept = visits
+        self._visits_by_kind = visits
         return True
 
     def _added_bytes(self, choice: Mapping[KeptKind, frozenset[int]]) -> int:
@@ -196,15 +196,15 @@ class _FreeMemory:
         inputs = [key for key in self._inputs[visit] if not key.endswith(".results")]
         return len(inputs) // len(self._keeper.trace.visits[visit].saved)
 
-    def kept(self) -> PlacedStep:
+    def filled_step(self) -> PlacedStep:
         """Return the step with the graphs and results that have been kept so far."""
         step, tier, trace = self._step, self._tier, self._keeper.trace
-        nbytes = self._keeper.nbytes(self._kept["graphs"])
-        program = keeping_graphs(step.program, self._kept["graphs"] - step.program.recompute.kept_graphs)
-        program = saving_results(program, trace, self._kept["attention"])
-        program = saving_results(program, trace, self._kept["results"], with_products=True)
+        nbytes = self._keeper.graph_bytes(self._visits_by_kind["graphs"])
+        program = keeping_graphs(step.program, self._visits_by_kind["graphs"] - step.program.recompute.kept_graphs)
+        program = saving_results(program, trace, self._visits_by_kind["attention"])
+        program = saving_results(program, trace, self._visits_by_kind["results"], with_products=True)
         home_bytes = step.placement.home_bytes
-        activations = home_bytes[tier]["activations"] + self._added_bytes(self._kept)
+        activations = home_bytes[tier]["activations"] + self._added_bytes(self._visits_by_kind)
         budgets = self._keeper.with_graphs(nbytes)
         placement = replace(
             step.placement,

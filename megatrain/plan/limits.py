@@ -84,11 +84,11 @@ class DrivePath:
 
 def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
     """Return each NVMe path with its file system. Nothing is created or written."""
-    found = []
-    for number, drive in enumerate(drives):
+    paths = []
+    for index, drive in enumerate(drives):
         disk = file_systems.disk_usage(drive.path)
-        found.append(DrivePath(f"tiers.nvme.{number}", drive, file_system_of(drive.path), disk.free, disk.total))
-    return found
+        paths.append(DrivePath(f"tiers.nvme.{index}", drive, file_system_of(drive.path), disk.free, disk.total))
+    return paths
 
 
 def refuse(objections: Sequence[Objection]) -> None:
@@ -98,9 +98,9 @@ def refuse(objections: Sequence[Objection]) -> None:
         ConfigError: If a path is not on the expected drive, or no size can be chosen.
         BeyondMachineError: If the config requests more than this machine has.
     """
-    places = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
-    if places:
-        raise ConfigError("the config", places)
+    problems = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
+    if problems:
+        raise ConfigError("the config", problems)
     sizes = [str(each) for each in objections if each.kind == "size"]
     if sizes:
         raise BeyondMachineError("beyond this machine: " + "\n".join(sizes))
@@ -116,9 +116,9 @@ def find_objections(
     """
     machine, nvme = tiers.machine, tiers.table.nvme
     needs = needs if needs is not None and machine.is_here else {}
-    on_drives = _compare_drives(nvme, machine) if isinstance(machine, PlannedMachine) else _check_drives(tiers)
-    found = [*_compare_ram(tiers, needs), *_compare_gpu(tiers, device, needs), *on_drives]
-    return tuple(sorted(found, key=lambda each: not each.refuses))
+    drive_objections = _compare_drives(nvme, machine) if isinstance(machine, PlannedMachine) else _check_drives(tiers)
+    objections = [*_compare_ram(tiers, needs), *_compare_gpu(tiers, device, needs), *drive_objections]
+    return tuple(sorted(objections, key=lambda each: not each.refuses))
 
 
 def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
@@ -129,10 +129,10 @@ def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objecti
         sizes["tiers.gpu.size"] = tiers.table.gpu.size
         names.append("gpu")
     machine, ram = tiers.machine, tiers.machine.ram
-    has = f"{machine.name} has {ram} of RAM"
+    memory_clause = f"{machine.name} has {ram} of RAM"
     if machine.is_here and ram.total < psutil.virtual_memory().total:
-        has = f"a cgroup (of a container or a job) allows this process {ram} of RAM"
-    yield from _compare_memory(sizes, sum(needs.get(tier, 0) for tier in names), ram, has)
+        memory_clause = f"a cgroup (of a container or a job) allows this process {ram} of RAM"
+    yield from _compare_memory(sizes, sum(needs.get(tier, 0) for tier in names), ram, memory_clause)
 
 
 def _compare_gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
@@ -144,47 +144,47 @@ def _compare_gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int
     yield from _compare_memory(sizes, needs.get("gpu", 0), memory, f"{gpu} has {memory} of memory")
 
 
-def _compare_memory(sizes: Mapping[str, Size], need: int, memory: Space, has: str) -> Iterator[Objection]:
+def _compare_memory(sizes: Mapping[str, Size], need: int, memory: Space, capacity_text: str) -> Iterator[Objection]:
     """Compare the total size of tiers in the same memory with the size of that memory.
 
     Args:
         sizes: Tier sizes by config key.
         need: Minimum total bytes that the plan needs in these tiers.
     """
-    given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
-    if not given:
+    settings = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
+    if not settings:
         return
     key = next(key for key, size in sizes.items() if not size.is_auto)
-    wanted = sum(size.resolve(memory.total) for size in sizes.values() if not size.is_auto)
-    what = " and ".join(given)
-    is_are = "is" if len(given) == 1 else "together are"
-    at_most = f'Write at most "{_round_down(memory.free)}"{" together" if len(given) > 1 else ""}'
-    if wanted > memory.total:
-        advice = f'{at_most}, or "auto"' if len(given) == 1 else at_most
-        yield Objection(key, f"{what} {is_are} too large: {has}", advice, "size")
+    requested_bytes = sum(size.resolve(memory.total) for size in sizes.values() if not size.is_auto)
+    settings_text = " and ".join(settings)
+    verb = "is" if len(settings) == 1 else "together are"
+    at_most = f'Write at most "{_round_down(memory.free)}"{" together" if len(settings) > 1 else ""}'
+    if requested_bytes > memory.total:
+        advice = f'{at_most}, or "auto"' if len(settings) == 1 else at_most
+        yield Objection(key, f"{settings_text} {verb} too large: {capacity_text}", advice, "size")
     elif need > memory.free:
-        text = f"{what}: this run takes at least {format_size(need)} of it, but {has}"
+        text = f"{settings_text}: this run takes at least {format_size(need)} of it, but {capacity_text}"
         yield Objection(key, text, "Free memory, or write a smaller size so that more blocks go to drives", "size")
-    elif wanted > memory.free:
-        text = f"{what} {is_are} more than is free now: {has}; the run may use all of this size"
+    elif requested_bytes > memory.free:
+        text = f"{settings_text} {verb} more than is free now: {capacity_text}; the run may use all of this size"
         yield Objection(key, text, at_most, "note")
 
 
 def _compare_drives(paths: Sequence[NvmeTierConfig], planned: PlannedMachine) -> Iterator[Objection]:
     """Compare the number and the sizes of NVMe paths with the drives of a planned machine."""
-    has = f"{planned.name} has {len(planned.drives)} drives"
+    count_text = f"{planned.name} has {len(planned.drives)} drives"
     if len(paths) > len(planned.drives):
-        text = f"{len(paths)} paths in [[tiers.nvme]], but {has}"
+        text = f"{len(paths)} paths in [[tiers.nvme]], but {count_text}"
         yield Objection("tiers.nvme", text, "Name no more paths than drives", "place")
-    for number, (path, (_, drive)) in enumerate(zip(paths, planned.drives, strict=False)):
+    for index, (path, (_, drive)) in enumerate(zip(paths, planned.drives, strict=False)):
         total = drive.size.nbytes
         if not path.size.is_auto and path.size.resolve(total) > total:
-            key = f"tiers.nvme.{number}.size"
-            there = f"{planned.name} has {format_size(total)} there ({drive.name})"
-            text = f'{key} = "{path.size.text}" is too large: {there}'
+            key = f"tiers.nvme.{index}.size"
+            drive_text = f"{planned.name} has {format_size(total)} there ({drive.name})"
+            text = f'{key} = "{path.size.text}" is too large: {drive_text}'
             yield Objection(key, text, f'Write at most "{_round_down(total)}", or "auto"', "size")
     if len(paths) < len(planned.drives):
-        text = f"{has}, but {len(planned.drives) - len(paths)} of them are not in [[tiers.nvme]]"
+        text = f"{count_text}, but {len(planned.drives) - len(paths)} of them are not in [[tiers.nvme]]"
         yield Objection("tiers.nvme", text, "More drives are faster if the plan is bound by nvme", "note")
 
 
@@ -198,19 +198,19 @@ def _check_drives(tiers: TierSpecs) -> Iterator[Objection]:
 
 
 def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
-    together: dict[int, list[DrivePath]] = {}
+    groups: dict[int, list[DrivePath]] = {}
     for path in paths:
         if path.size_bytes and path.total_bytes:  # /proc and the like report 0 bytes and allow no folders
-            together.setdefault(file_systems.file_system_number(path.spec.path), []).append(path)
-    for group in together.values():
+            groups.setdefault(file_systems.file_system_number(path.spec.path), []).append(path)
+    for group in groups.values():
         first = group[0]
-        wanted = sum(path.size_bytes for path in group)
-        if wanted <= first.total_bytes:
+        requested_bytes = sum(path.size_bytes for path in group)
+        if requested_bytes <= first.total_bytes:
             continue
-        given = " and ".join(f'{path.key}.size = "{path.spec.size.text}"' for path in group)
-        is_are = "is" if len(group) == 1 else "together are"
+        settings = " and ".join(f'{path.key}.size = "{path.spec.size.text}"' for path in group)
+        verb = "is" if len(group) == 1 else "together are"
         text = (
-            f"{given} {is_are} too large: the file system of {first.spec.path} ({first.file_system}) has {first.room}"
+            f"{settings} {verb} too large: the file system of {first.spec.path} ({first.file_system}) has {first.room}"
         )
         advice = f'Write at most "{_round_down(first.free_bytes)}"{" together" if len(group) > 1 else ""}, or "auto"'
         yield Objection(f"{first.key}.size", text, advice, "size")
@@ -218,24 +218,24 @@ def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
 
 def _check_place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     """Check a path's kind of file system, and whether the path is on the expected mount."""
-    key, shown, file_system = f"{path.key}.path", path.spec.path, path.file_system
+    key, folder, file_system = f"{path.key}.path", path.spec.path, path.file_system
     if file_system.nature == "memory" and not allows_tmpfs:
-        text = f"{key}: {shown} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
+        text = f"{key}: {folder} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
         advice = "Name a folder on a drive, or write allow_tmpfs = true in [tiers]"
         yield Objection(key, f"{text}after a restart", advice, "place")
     elif file_system.caution:
         advice = "Name a folder on a drive of this machine for speed, and for checkpoints that stay"
-        yield Objection(key, f"{key}: {shown}: {file_system.caution}", advice, "note")
+        yield Objection(key, f"{key}: {folder}: {file_system.caution}", advice, "note")
     expected = path.spec.mount_point
     if expected is not None:
-        real = os.path.realpath(expected)
-        if file_system.mount_point != real:
-            is_mounted = Path(real).exists() and file_system_of(Path(real)).mount_point == real
-            what = f"{shown} is not on it" if is_mounted else "nothing is mounted there"
-            text = f'{path.key}.mount_point = "{expected}", but {what}: blocks would go to {file_system}'
+        mount_point = os.path.realpath(expected)
+        if file_system.mount_point != mount_point:
+            is_mounted = Path(mount_point).exists() and file_system_of(Path(mount_point)).mount_point == mount_point
+            reason = f"{folder} is not on it" if is_mounted else "nothing is mounted there"
+            text = f'{path.key}.mount_point = "{expected}", but {reason}: blocks would go to {file_system}'
             advice = "Mount the drive, or write the path of a folder on it"
             yield Objection(f"{path.key}.mount_point", text, advice, "place")
-    elif missing := missing_mount(shown):
+    elif missing := missing_mount(folder):
         text = f"{key}: /etc/fstab has a drive for {missing}, but it is not mounted: blocks would go to {file_system}"
         yield Objection(key, text, f'Mount it; mount_point = "{missing}" refuses a run without it', "note")
 

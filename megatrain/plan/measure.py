@@ -27,7 +27,7 @@ from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.plan import Plan
 from megatrain.plan.process import HEAP_BYTES, own_bytes
-from megatrain.plan.search import priced
+from megatrain.plan.search import price_step
 from megatrain.plan.simulate import step_seconds
 from megatrain.plan.stepping import model_for_steps, step_recipe
 from megatrain.plan.times import MeasuredTicks
@@ -83,11 +83,11 @@ class SharedMemoryTier:
             self.close()
             raise
         self._places: dict[str, HostSlab] = {}
-        turns = Counter[_Ring]()
+        num_assigned = Counter[_Ring]()
         for block in blocks.values():
             ring = _ring_of(block, counts)
-            self._places[block.key] = self._slabs[ring][turns[ring] % counts[ring]]
-            turns[ring] += 1
+            self._places[block.key] = self._slabs[ring][num_assigned[ring] % counts[ring]]
+            num_assigned[ring] += 1
 
     @property
     def memory_bytes(self) -> int:
@@ -139,20 +139,20 @@ def shared_bytes(blocks: Mapping[str, BlockPlan], kind_bytes: int) -> int:
 def _slab_counts(blocks: Mapping[str, BlockPlan], kind_bytes: int) -> dict[_Ring, int]:
     rings = Counter(_own_ring(block) for block in blocks.values())
     if not kind_bytes:
-        largest: dict[tuple[str, torch.dtype], int] = {}
+        max_bytes: dict[tuple[str, torch.dtype], int] = {}
         for ring in rings:
-            largest[ring[:2]] = max(largest.get(ring[:2], 0), ring.slot_bytes)
-        return {_Ring(*kind, nbytes): 1 for kind, nbytes in largest.items()}
-    totals = Counter[tuple[str, torch.dtype]]()
+            max_bytes[ring[:2]] = max(max_bytes.get(ring[:2], 0), ring.slot_bytes)
+        return {_Ring(*kind, nbytes): 1 for kind, nbytes in max_bytes.items()}
+    kind_totals = Counter[tuple[str, torch.dtype]]()
     for ring, count in rings.items():
-        totals[ring[:2]] += ring.slot_bytes * count
-    shares = {ring: min(1.0, kind_bytes / max(1, totals[ring[:2]])) for ring in rings}
+        kind_totals[ring[:2]] += ring.slot_bytes * count
+    shares = {ring: min(1.0, kind_bytes / max(1, kind_totals[ring[:2]])) for ring in rings}
     return {ring: max(1, int(count * shares[ring])) for ring, count in rings.items()}
 
 
 def _ring_of(block: BlockPlan, counts: Mapping[_Ring, int]) -> _Ring:
-    own = _own_ring(block)
-    return own if own in counts else next(ring for ring in counts if ring[:2] == own[:2])
+    ring = _own_ring(block)
+    return ring if ring in counts else next(other for other in counts if other[:2] == ring[:2])
 
 
 def _own_ring(block: BlockPlan) -> _Ring:
@@ -170,11 +170,11 @@ def _make_slab(ring: _Ring) -> HostSlab:
 #: Target duration of the timed steps. Whole steps of at least one micro-batch are run.
 BUDGET_S = 8.0
 #: Largest and smallest number of timed steps.
-MOST_STEPS, LEAST_STEPS = 7, 3
+MAX_STEPS, MIN_STEPS = 7, 3
 #: If one micro-batch would compute longer than this at the matmul rate, the model is not measured.
-MOST_MICRO_BATCH_S = 60.0
+MAX_MICRO_BATCH_S = 60.0
 
-_MOST_STEPS_OF_A_RUN = 1000
+_NUM_SCHEDULED_STEPS = 1000
 
 MicroBatches = Sequence[Mapping[str, torch.Tensor]]
 
@@ -195,7 +195,7 @@ def measure_ticks(
     The measurement reads no weights or data, writes nothing, and uses at most the RAM tier's size.
 
     Args:
-        budget_s: Approximate duration. At least ``LEAST_STEPS`` steps are timed in any case.
+        budget_s: Approximate duration. At least ``MIN_STEPS`` steps are timed in any case.
         kind_bytes: See ``SharedMemoryTier``. It is reduced if the RAM tier is small.
         flops_per_s: Matmul rate, or None if unknown.
 
@@ -206,7 +206,7 @@ def measure_ticks(
         raise NotMeasurableError("steps are timed on a CPU only")
     trace = plan.trace
     flops = sum(visit.forward.flops + visit.backward.flops for visit in trace.visits) + trace.head.flops
-    if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
+    if flops_per_s and flops / flops_per_s > MAX_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
     workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.batch.num_micro_batches, plan.device)
@@ -217,9 +217,9 @@ def measure_ticks(
     threads = KernelThreads()
     try:
         # Keep as much freed memory as a run does, because a lower limit makes steps slower.
-        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES
-        most_bytes += max(computing_bytes(trace, plan.program))
-        with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
+        max_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES
+        max_bytes += max(computing_bytes(trace, plan.program))
+        with TieredStore([tier], Belady()) as store, freed_memory_kept(store, max_bytes):
             for block in blocks.values():
                 store.register(block.key, (block.num_elements,), block.dtype, home="ram", durable=False)
                 with store.acquire(block.key, "ram", "w"):
@@ -232,48 +232,48 @@ def measure_ticks(
 
 def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
     """Return the largest ``kind_bytes`` with which blocks and workspace fit in RAM."""
-    room = min(plan.budgets["ram"], available_ram_bytes())
+    room_bytes = min(plan.budgets["ram"], available_ram_bytes())
     while True:
-        need = workspace + shared_bytes(plan.program.blocks, kind_bytes)
-        if need <= room:
+        need_bytes = workspace + shared_bytes(plan.program.blocks, kind_bytes)
+        if need_bytes <= room_bytes:
             return kind_bytes
         if not kind_bytes:
-            have = format_size(room)
-            raise NotMeasurableError(f"timing steps takes {format_size(need)} of RAM, but only {have} are available")
+            need, room = format_size(need_bytes), format_size(room_bytes)
+            raise NotMeasurableError(f"timing steps takes {need} of RAM, but only {room} are available")
         kind_bytes = kind_bytes // 2 if kind_bytes > MiB else 0
 
 
 def _time_steps(plan: Plan, steps: _StepRunner, budget_s: float, memory_bytes: int) -> MeasuredTicks:
     """Time steps with the largest affordable number of micro-batches, and extrapolate linearly to the rest."""
-    most = plan.run.batch.num_micro_batches
-    num_few, num_many = 1, most
-    if not steps.takes_any_number:
-        num_few = most
-    steps.run(num_few)  # this step has no update, compiles kernels and touches memory
-    one_s = steps.run(num_few).total_s
-    if steps.takes_any_number and most > 1:
-        two_s = steps.run(2).total_s
-        each_s = max(two_s - one_s, 0.2 * one_s)
-        affordable = 2 + int((budget_s / LEAST_STEPS - two_s) / each_s)
-        num_many = max(2, min(most, affordable))
-    few: list[_TimedStep] = []
-    many: list[_TimedStep] = []
+    num_micro_batches = plan.run.batch.num_micro_batches
+    min_count, max_count = 1, num_micro_batches
+    if not steps.accepts_any_count:
+        min_count = num_micro_batches
+    steps.run(min_count)  # this step has no update, compiles kernels and touches memory
+    one_batch_s = steps.run(min_count).total_s
+    if steps.accepts_any_count and num_micro_batches > 1:
+        two_batches_s = steps.run(2).total_s
+        batch_s = max(two_batches_s - one_batch_s, 0.2 * one_batch_s)
+        affordable = 2 + int((budget_s / MIN_STEPS - two_batches_s) / batch_s)
+        max_count = max(2, min(num_micro_batches, affordable))
+    short_steps: list[_TimedStep] = []
+    long_steps: list[_TimedStep] = []
     start_s = time.perf_counter()
-    while len(many) < LEAST_STEPS or (time.perf_counter() - start_s < budget_s and len(many) < MOST_STEPS):
-        many.append(steps.run(num_many))
-        if num_many < most:
-            few.append(steps.run(num_few))
-    seconds, between_s = _medians(many)
-    if few:
-        few_seconds, _ = _medians(few)
-        more = (most - num_many) / (num_many - num_few)
-        seconds = [b + more * max(0.0, b - a) for a, b in zip(few_seconds, seconds, strict=True)]
+    while len(long_steps) < MIN_STEPS or (time.perf_counter() - start_s < budget_s and len(long_steps) < MAX_STEPS):
+        long_steps.append(steps.run(max_count))
+        if max_count < num_micro_batches:
+            short_steps.append(steps.run(min_count))
+    seconds, between_s = _medians(long_steps)
+    if short_steps:
+        short_seconds, _ = _medians(short_steps)
+        factor = (num_micro_batches - max_count) / (max_count - min_count)
+        seconds = [b + factor * max(0.0, b - a) for a, b in zip(short_seconds, seconds, strict=True)]
     return MeasuredTicks(
         seconds=tuple(seconds),
         between_s=between_s,
-        num_steps=len(many),
-        num_micro_batches=num_many,
-        is_extrapolated=num_many < most,
+        num_steps=len(long_steps),
+        num_micro_batches=max_count,
+        is_extrapolated=max_count < num_micro_batches,
         memory_bytes=memory_bytes,
     )
 
@@ -301,20 +301,20 @@ class _TickTimer(Timeline):
     def __init__(self, program: StepProgram) -> None:
         super().__init__()
         self._seconds = [0.0] * len(program.ticks)
-        self._now: tuple[int, float] | None = None
+        self._current_tick: tuple[int, float] | None = None
 
     def on_op(self, op: TimedOp | None) -> None:
         """Record that the engine starts an op of the tape, or that it ends a step (None)."""
         now_s = time.perf_counter()
-        if self._now is not None:
-            number, start_s = self._now
-            self._seconds[number] += now_s - start_s
-        self._now = None if op is None else (op.tick, now_s)
+        if self._current_tick is not None:
+            tick, start_s = self._current_tick
+            self._seconds[tick] += now_s - start_s
+        self._current_tick = None if op is None else (op.tick, now_s)
 
     def take(self) -> tuple[float, ...]:
         """Return the seconds recorded so far, and reset them."""
-        found, self._seconds = tuple(self._seconds), [0.0] * len(self._seconds)
-        return found
+        seconds, self._seconds = tuple(self._seconds), [0.0] * len(self._seconds)
+        return seconds
 
 
 class _StepRunner:
@@ -324,31 +324,31 @@ class _StepRunner:
         run = plan.run
         plan.traced.optimizer.warm_up()
         clip.warm_up()
-        self.takes_any_number = run.batch.order == "layer"
+        self.accepts_any_count = run.batch.order == "layer"
         self._micro_batches = synthetic_batches(plan)
-        self._watch = _TickTimer(plan.program)
+        self._timer = _TickTimer(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
         # Set the compute tier to RAM. A step computes the same even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
         program = replace(plan.program, compute_tier="ram", updates=updates)
         # Set a schedule as in a run, because the prefetcher also takes time.
-        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))
+        store.set_schedule(program.schedule(homes, _NUM_SCHEDULED_STEPS))
         self._engine = StepEngine(
             store,
             replace(model_for_steps(plan), program=program, homes=homes, stays={}),
             replace(step_recipe(plan), device_optimizer=None, nonfinite="ignore"),
             threads=threads,
-            timeline=self._watch,
+            timeline=self._timer,
         )
-        self._number = 0
+        self._step_index = 0
 
     def run(self, num_micro_batches: int) -> _TimedStep:
         """Run a step with only the first ``num_micro_batches`` micro-batches."""
         start_s = time.perf_counter()
-        self._engine.step(self._micro_batches[:num_micro_batches], number=self._number, lr=0.0)
+        self._engine.step(self._micro_batches[:num_micro_batches], number=self._step_index, lr=0.0)
         total_s = time.perf_counter() - start_s
-        self._number += 1
-        return _TimedStep(self._watch.take(), total_s)
+        self._step_index += 1
+        return _TimedStep(self._timer.take(), total_s)
 
 
 def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
@@ -358,10 +358,10 @@ def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     """
     generator = torch.Generator().manual_seed(plan.run.seed)
     shape = (plan.run.batch.micro_batch_rows, plan.run.batch.max_length)
-    num_words = plan.graph.model.get_input_embeddings().weight.shape[0]
+    vocab_size = plan.graph.model.get_input_embeddings().weight.shape[0]
     batches: list[dict[str, Any]] = []
     for _ in range(plan.run.batch.num_micro_batches):
-        ids = torch.randint(num_words, shape, generator=generator)
+        ids = torch.randint(vocab_size, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if not plan.run.data.table.packing:
             batch["attention_mask"] = torch.ones_like(ids)
@@ -399,6 +399,6 @@ def timed(
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
     """Return a plan whose estimate replays measured ticks, at the measured rates of drives and buses."""
-    replayed = priced(replace(plan.step, ticks=ticks), load_profile())
-    step_s, estimate = step_seconds(replayed), replayed.estimate
+    timed_plan = price_step(replace(plan.step, ticks=ticks), load_profile())
+    step_s, estimate = step_seconds(timed_plan), timed_plan.estimate
     return replace(plan, ticks=ticks, estimate=estimate if step_s is None else replace(estimate, step_s=step_s))

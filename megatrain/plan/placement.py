@@ -149,10 +149,10 @@ class PlacementSolver:
         allowed: Homes,
         open_bytes: Mapping[str, int] | None = None,
         stay_share: float = 0.0,
-        given: Mapping[str, str] | None = None,
+        existing_homes: Mapping[str, str] | None = None,
     ) -> None:
         self.program = program
-        self._given = given or {}
+        self._existing_homes = existing_homes or {}
         self.tiers = {tier.name: tier for tier in tiers}
         self.order = [tier.name for tier in tiers]
         self._routes = Routes(tuple(link for tier in tiers for link in tier.links))
@@ -160,18 +160,18 @@ class PlacementSolver:
         self._open_bytes = dict(open_bytes or {})
         self._stay_share = stay_share
         #: (tick, group) of each block's uses, by key. Group 0 is held for the tick; other groups pass.
-        self.groups_of: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
+        self.groups_by_key: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
         #: Update ticks whose tier depends on a block's home, by key; see ``StepProgram.tier_of``.
-        self.deciding: dict[str, list[int]] = {}
+        self.deciding_ticks: dict[str, list[int]] = {}
         modes: dict[str, list[Mode]] = {key: [] for key in program.blocks}
-        for number, tick in enumerate(program.ticks):
-            for group_number, group in enumerate((tick.held, *tick.passing)):
+        for tick_index, tick in enumerate(program.ticks):
+            for group_index, group in enumerate((tick.held, *tick.passing)):
                 for key, mode in group:
-                    self.groups_of[key].append((number, group_number))
+                    self.groups_by_key[key].append((tick_index, group_index))
                     modes[key].append(mode)
             if tick.phase == "update":
                 for key, _ in tick.uses:
-                    self.deciding.setdefault(key, []).append(number)
+                    self.deciding_ticks.setdefault(key, []).append(tick_index)
         #: Slot bytes of each block, by tier and key.
         self.slots = {
             tier.name: {key: tier.slot_bytes(block.nbytes) for key, block in program.blocks.items()} for tier in tiers
@@ -185,10 +185,10 @@ class PlacementSolver:
 
     def solve(self) -> Placement | Shortfall:
         """Return the placement, or the tier that is too small for any placement."""
-        settled = self.settle()
-        return settled if isinstance(settled, Shortfall) else self.describe(settled)
+        assignment = self.assign()
+        return assignment if isinstance(assignment, Shortfall) else self.describe(assignment)
 
-    def settle(self, open_bytes: Mapping[str, int] | None = None) -> HomeAssignment | Shortfall:
+    def assign(self, open_bytes: Mapping[str, int] | None = None) -> HomeAssignment | Shortfall:
         """Return a home for every block, or the tier that is too small for any placement.
 
         Args:
@@ -196,32 +196,32 @@ class PlacementSolver:
         """
         if open_bytes is not None:
             self._open_bytes = dict(open_bytes)
-        state = self._best_fill()
-        full = state.overfull(ahead=False)
-        if full is not None:
-            return self._shortfall(full, state)
+        state = self._best_state()
+        tier = state.overfull_tier(ahead=False)
+        if tier is not None:
+            return self._shortfall(tier, state)
         # Without a GPU, reallocated buffers cost page faults, which matter less than the memory that fixed buffers
         # take.
-        kept = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
-        room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept}
-        return HomeAssignment(state, room)
+        buffered = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
+        buffer_room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in buffered}
+        return HomeAssignment(state, buffer_room)
 
-    def _best_fill(self) -> _Fill:
+    def _best_state(self) -> _HomeState:
         """Return the homes that save the most traffic. If they overflow the last tier, use less of that tier."""
-        state = self._fill(self._promotion_key)
-        last = self.order[-1]
-        if self.tiers[last].generations and state.overfull(ahead=False) == last:
-            tight = self._fill(self._relief_key)
-            if tight.peak(last, ahead=False) < state.peak(last, ahead=False):
-                return tight
+        state = self._assign_homes(self._promotion_key)
+        last_tier = self.order[-1]
+        if self.tiers[last_tier].generations and state.overfull_tier(ahead=False) == last_tier:
+            relief_state = self._assign_homes(self._relief_key)
+            if relief_state.peak(last_tier, ahead=False) < state.peak(last_tier, ahead=False):
+                return relief_state
         return state
 
-    def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> _Fill:
+    def _assign_homes(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> _HomeState:
         """Move blocks to faster homes in ``order``. Leave memory for the copies of two ticks if they fit."""
         homes = {key: max(self._homes(b), key=self.order.index) for key, b in self.program.blocks.items()}
-        state = _Fill(self, homes)
+        state = _HomeState(self, homes)
         for ahead in (True, False):
-            if state.overfull(ahead=ahead) in (None, self.order[-1]):
+            if state.overfull_tier(ahead=ahead) in (None, self.order[-1]):
                 break
         self._make_residents(state, ahead=ahead)
         for block in sorted(self.program.blocks.values(), key=order):
@@ -231,21 +231,21 @@ class PlacementSolver:
                 if tier == homes[block.key] or state.try_move([block.key], tier, ahead=ahead):
                     break
         self._place_overflow_in_compute_tier(state, ahead=ahead)
-        if self._residents is not None and state.overfull(ahead=False) == self.order[-1]:
+        if self._residents is not None and state.overfull_tier(ahead=False) == self.order[-1]:
             move = partial(state.try_move, tier=self.program.compute_tier, ahead=ahead)
-            self._residents.choose(homes, move, lambda: state.overfull(ahead=False) == self.order[-1])
+            self._residents.choose(homes, move, lambda: state.overfull_tier(ahead=False) == self.order[-1])
         return state
 
-    def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
+    def _make_residents(self, state: _HomeState, *, ahead: bool) -> None:
         """Make the compute tier the home of all blocks. If they do not fit, move those that save the most time."""
         if self._residents is None:
             return
         move = partial(state.try_move, tier=self.program.compute_tier, ahead=ahead)
-        everything = self._residents.everything()
-        if not everything or not move(everything):
+        all_keys = self._residents.all_keys()
+        if not all_keys or not move(all_keys):
             self._residents.choose(state.homes, move)
 
-    def _place_overflow_in_compute_tier(self, state: _Fill, *, ahead: bool) -> None:
+    def _place_overflow_in_compute_tier(self, state: _HomeState, *, ahead: bool) -> None:
         """Move gradients that overflow RAM into free memory of the compute tier instead of to drives.
 
         The choice of residents did not move these gradients, because they cross the bus once in either case.
@@ -259,8 +259,8 @@ class PlacementSolver:
 
     def _is_resident(self, block: BlockPlan, homes: Mapping[str, str]) -> bool:
         residency = self.tiers[self.program.compute_tier].residency
-        is_there = homes[block.key] == self.program.compute_tier
-        return residency is not None and block.kind in residency.kinds and is_there
+        is_home = homes[block.key] == self.program.compute_tier
+        return residency is not None and block.kind in residency.kinds and is_home
 
     def open_bytes(self, tier: str) -> int:
         """Return how many bytes homes must leave free in a tier, in addition to the ticks' working sets."""
@@ -268,8 +268,8 @@ class PlacementSolver:
 
     def _homes(self, block: BlockPlan) -> Sequence[str]:
         """Return the allowed home tiers of a block, preferred first."""
-        if block.key in self._given:
-            return (self._given[block.key],)
+        if block.key in self._existing_homes:
+            return (self._existing_homes[block.key],)
         return self._allowed["in place" if block.in_place else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
@@ -280,29 +280,29 @@ class PlacementSolver:
         """Return a sort key that puts blocks with generations first, because each occupies several times its size."""
         return (not block.is_saved, *self._promotion_key(block))
 
-    def stops(self, home: str, used_in: str) -> tuple[str, ...]:
+    def stops(self, home: str, tick_tier: str) -> tuple[str, ...]:
         """Return the tiers, other than a block's home, in which a use of the block needs memory."""
-        found = self._stops.get((home, used_in))
-        if found is None:
-            found = self._stops[home, used_in] = tuple(tier for _, tier in self._routes.between(home, used_in))
-        return found
+        tiers = self._stops.get((home, tick_tier))
+        if tiers is None:
+            tiers = self._stops[home, tick_tier] = tuple(tier for _, tier in self._routes.between(home, tick_tier))
+        return tiers
 
-    def _shortfall(self, tier: str, state: _Fill) -> Shortfall:
-        have, num_processes = self.tiers[tier].capacity_bytes, self.tiers[tier].num_processes
-        need = state.peak(tier, ahead=False)
-        in_all = ""
+    def _shortfall(self, tier: str, state: _HomeState) -> Shortfall:
+        have_bytes, num_processes = self.tiers[tier].capacity_bytes, self.tiers[tier].num_processes
+        need_bytes = state.peak(tier, ahead=False)
+        total_note = ""
         if num_processes > 1:
-            nbytes = num_processes * need
-            in_all = f" for each of {num_processes} processes, {nbytes} ({format_size(nbytes)}) together"
+            nbytes = num_processes * need_bytes
+            total_note = f" for each of {num_processes} processes, {nbytes} ({format_size(nbytes)}) together"
         if tier == self.order[-1] and len(self.order) > 1:
-            more = format_size(need - have)
-            advice = f"Give tiers.{tier} that size{in_all}, or a faster tier {more} more."
+            missing_size = format_size(need_bytes - have_bytes)
+            advice = f"Give tiers.{tier} that size{total_note}, or a faster tier {missing_size} more."
         else:
             drive = "" if "nvme" in self.order else " add a [[tiers.nvme]] path,"
-            advice = f"Give tiers.{tier}.size that much{in_all},{drive} or lower data.max_length or the batch."
-        return Shortfall(tier, need, have, advice + self._checkpoint_advice(tier, state))
+            advice = f"Give tiers.{tier}.size that much{total_note},{drive} or lower data.max_length or the batch."
+        return Shortfall(tier, need_bytes, have_bytes, advice + self._checkpoint_advice(tier, state))
 
-    def _checkpoint_advice(self, tier: str, state: _Fill) -> str:
+    def _checkpoint_advice(self, tier: str, state: _HomeState) -> str:
         """Return sentences that state the smaller need with fewer checkpoints on a tier, or without any."""
         generations = self.tiers[tier].generations
         if not state.generation_bytes[tier]:
@@ -318,37 +318,38 @@ class PlacementSolver:
     def _need_with(self, generations: int, tier: str) -> int:
         """Return the smallest capacity of a tier that can keep ``generations`` generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self.tiers.values()]
-        solver = PlacementSolver(self.program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
-        return solver._best_fill().peak(tier, ahead=False)
+        limits = self._open_bytes, self._stay_share, self._existing_homes
+        solver = PlacementSolver(self.program, tiers, self._allowed, *limits)
+        return solver._best_state().peak(tier, ahead=False)
 
-    def describe(self, settled: HomeAssignment) -> Placement:
+    def describe(self, assignment: HomeAssignment) -> Placement:
         """Return the placement that results from settled homes."""
-        state = settled.state
+        state = assignment.state
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self.order}
         for key, block in self.program.blocks.items():
             home = state.homes[key]
             home_bytes[home][block.kind] += self.slots[home][key]
         slot_bytes = {name: tier.slot_bytes for name, tier in self.tiers.items()}
         room = {name: state.room_for_stays(name, self._stay_share) for name in self.order}
-        missing = settled.missing_bytes
-        apart = {name: deepcopy(each) for name, each in settled.buffer_room.items() if name not in missing}
-        stays = choose_stays(self.program, state.homes, slot_bytes, room, apart)
+        missing_bytes = assignment.missing_bytes
+        budgets = {name: deepcopy(each) for name, each in assignment.buffer_room.items() if name not in missing_bytes}
+        stays = choose_stays(self.program, state.homes, slot_bytes, room, budgets)
         traffic = Traffic(self.program, self._routes, state.homes, stays)
-        buffers = {name: state.choose_buffers(name, stays) for name in apart}
+        buffers = {name: state.choose_buffers(name, stays) for name in budgets}
         return Placement(
             homes=state.homes,
             home_bytes=home_bytes,
             working_bytes={name: state.largest_working_set(name, ahead=False) for name in self.order},
             median_working_bytes={name: int(median_low(state.working_sets(name))) for name in self.order},
-            traffic_bytes=traffic.of_step(),
-            first_traffic_bytes=traffic.of_first_step(),
-            last_traffic_bytes=traffic.of_last_updates(),
+            traffic_bytes=traffic.step_bytes(),
+            first_traffic_bytes=traffic.first_step_bytes(),
+            last_traffic_bytes=traffic.last_update_bytes(),
             stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self.tiers.items()},
             generation_bytes=dict(state.generation_bytes),
             routes=self._routes,
             buffers={name: counts for name, counts in buffers.items() if counts},
-            missing_bytes=missing,
+            missing_bytes=missing_bytes,
         )
 
 
@@ -360,7 +361,7 @@ class HomeAssignment:
         buffer_room: Memory for buffers by tier, for runs on a GPU.
     """
 
-    state: _Fill
+    state: _HomeState
     buffer_room: Mapping[str, BufferBudget]
 
     @property
@@ -369,7 +370,7 @@ class HomeAssignment:
         return {name: room.missing_bytes for name, room in self.buffer_room.items() if room.missing_bytes}
 
 
-class _Fill:
+class _HomeState:
     """Homes that a search changes, and the bytes that result from them in each tier and tick."""
 
     def __init__(self, solver: PlacementSolver, homes: dict[str, str]) -> None:
@@ -382,30 +383,30 @@ class _Fill:
         self.generation_bytes = dict.fromkeys(solver.order, 0)
         for key, block in solver.program.blocks.items():
             self._count(block, homes[key], 1)
-        self._used_in = [solver.program.tier_of(tick, homes) for tick in self._ticks]
-        self._working = {name: WorkingSets(len(self._ticks)) for name in solver.order}
+        self._tick_tiers = [solver.program.tier_of(tick, homes) for tick in self._ticks]
+        self._working_sets = {name: WorkingSets(len(self._ticks)) for name in solver.order}
         for number in range(len(self._ticks)):
             self._recount(number)
 
-    def _recount(self, number: int) -> None:
+    def _recount(self, tick_index: int) -> None:
         """Compute a tick's working set again after homes have changed."""
-        tick, used_in, solver = self._ticks[number], self._used_in[number], self.solver
+        tick, tick_tier, solver = self._ticks[tick_index], self._tick_tiers[tick_index], self.solver
         groups = (tick.held, *tick.passing)
-        found = {name: [0] * len(groups) for name in solver.order}
-        for place, group in enumerate(groups):
+        sizes_by_tier = {name: [0] * len(groups) for name in solver.order}
+        for group_index, group in enumerate(groups):
             for key, _ in group:
-                for name in solver.stops(self.homes[key], used_in):
-                    found[name][place] += solver.slots[name][key]
-        for name, sizes in found.items():
-            self._working[name].put(number, sizes)
+                for name in solver.stops(self.homes[key], tick_tier):
+                    sizes_by_tier[name][group_index] += solver.slots[name][key]
+        for name, sizes in sizes_by_tier.items():
+            self._working_sets[name].put(tick_index, sizes)
 
     def working_sets(self, tier: str) -> list[int]:
         """Return the working set of every tick."""
-        return self._working[tier].by_tick or [0]
+        return self._working_sets[tier].by_tick or [0]
 
     def largest_working_set(self, tier: str, *, ahead: bool) -> int:
-        of_a_step = self._home_bytes[tier] - self._durable_bytes[tier] + self._tiers[tier].workspace_bytes
-        return max(self._working[tier].largest(ahead=ahead), self._tiers[tier].filling_bytes - of_a_step)
+        transient_bytes = self._home_bytes[tier] - self._durable_bytes[tier] + self._tiers[tier].workspace_bytes
+        return max(self._working_sets[tier].largest(ahead=ahead), self._tiers[tier].filling_bytes - transient_bytes)
 
     def peak(self, tier: str, *, ahead: bool) -> int:
         other_bytes = self._tiers[tier].workspace_bytes + self.generation_bytes[tier]
@@ -413,67 +414,66 @@ class _Fill:
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
         """Return the bytes left for stays at every tick, after the copies for the tick and for one neighboring tick."""
-        sets = self._working[tier].by_tick
-        pairs = [
-            a + max(before, after)
-            for before, a, after in zip(sets[-1:] + sets, sets, sets[1:] + sets[:1], strict=False)
+        sizes = self._working_sets[tier].by_tick
+        pair_sizes = [
+            size + max(previous, following)
+            for previous, size, following in zip(sizes[-1:] + sizes, sizes, sizes[1:] + sizes[:1], strict=False)
         ]
-        free = self._tiers[tier].capacity_bytes - self.peak(tier, ahead=False)
-        spare = max(0, int(share * (self._tiers[tier].capacity_bytes - self.peak(tier, ahead=True))))
-        most = max(pairs, default=0)
-        return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
+        free_bytes = self._tiers[tier].capacity_bytes - self.peak(tier, ahead=False)
+        spare_bytes = max(0, int(share * (self._tiers[tier].capacity_bytes - self.peak(tier, ahead=True))))
+        largest_pair = max(pair_sizes, default=0)
+        return [max(0, min(free_bytes, spare_bytes + largest_pair - pair)) if share else 0 for pair in pair_sizes]
 
     def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
         """Return the number of buffers by slot bytes, enough for the longest run of consecutive ticks that fits.
 
         The remaining memory goes to the sizes that move the most bytes. The copies of two ticks are assumed to fit.
         """
-        copies, room = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
+        copies, room_bytes = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
         if tier == self.solver.program.compute_tier:
-            room -= int(_UNBUFFERED_SHARE * self._tiers[tier].capacity_bytes)
-        windows = range(2, len(copies) + 1)
+            room_bytes -= int(_UNBUFFERED_SHARE * self._tiers[tier].capacity_bytes)
+        tick_counts = range(2, len(copies) + 1)
+        windows = CopyWindows(copies)
 
-        counted = CopyWindows(copies)
+        def buffer_bytes(num_ticks: int) -> int:
+            return sum(size * count for size, count in windows.max_buffer_counts(num_ticks).items())
 
-        def total(num_ticks: int) -> int:
-            return sum(size * count for size, count in counted.most(num_ticks).items())
-
-        num_ticks = max(2, windows.start + bisect.bisect_right(windows, room, key=total) - 1)
-        chosen, most = counted.most(num_ticks), counted.most(len(copies))
-        left = max(0, room - sum(size * count for size, count in chosen.items()))
-        moved = Counter[int]()
-        for of_tick in copies:
-            for group in (of_tick.held, *of_tick.passing):
+        num_ticks = max(2, tick_counts.start + bisect.bisect_right(tick_counts, room_bytes, key=buffer_bytes) - 1)
+        counts, max_counts = windows.max_buffer_counts(num_ticks), windows.max_buffer_counts(len(copies))
+        left_bytes = max(0, room_bytes - sum(size * count for size, count in counts.items()))
+        moved_bytes = Counter[int]()
+        for tick_copies in copies:
+            for group in (tick_copies.held, *tick_copies.passing):
                 for size in group.values():
-                    moved[size] += size
-        for size, _ in moved.most_common():
-            more = min(left // size, most[size] - chosen[size])
-            chosen[size] += more
-            left -= more * size
-        return chosen
+                    moved_bytes[size] += size
+        for size, _ in moved_bytes.most_common():
+            num_more = min(left_bytes // size, max_counts[size] - counts[size])
+            counts[size] += num_more
+            left_bytes -= num_more * size
+        return counts
 
     def room_for_copies(self, tier: str) -> int:
         """Return the bytes of a tier that homes, workspace and generations leave free."""
-        taken = self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.generation_bytes[tier]
-        return self._tiers[tier].capacity_bytes - taken
+        used_bytes = self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.generation_bytes[tier]
+        return self._tiers[tier].capacity_bytes - used_bytes
 
     def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
         """Return the copies in ``tier`` at each tick: used blocks with a different home, and copies that stay."""
         by_tick, sizes, stops = [], self.solver.slots[tier], self.solver.stops
-        for tick, used_in in zip(self._ticks, self._used_in, strict=True):
+        for tick, tick_tier in zip(self._ticks, self._tick_tiers, strict=True):
             slots = [
-                {key: sizes[key] for key, _ in group if sizes[key] and tier in stops(self.homes[key], used_in)}
+                {key: sizes[key] for key, _ in group if sizes[key] and tier in stops(self.homes[key], tick_tier)}
                 for group in (tick.held, *tick.passing)
             ]
             by_tick.append(TickCopies(slots[0], [group for group in slots[1:] if group]))
         for (start, key), stop in (stays or {}).items():
-            if self._used_in[start] == tier:
+            if self._tick_tiers[start] == tier:
                 nbytes = self.solver.slots[tier][key]
-                for number in range(start, stop + (1 if stop > start else 1 + len(by_tick))):
-                    by_tick[number % len(by_tick)].held[key] = nbytes
+                for tick_index in range(start, stop + (1 if stop > start else 1 + len(by_tick))):
+                    by_tick[tick_index % len(by_tick)].held[key] = nbytes
         return by_tick
 
-    def overfull(self, *, ahead: bool) -> str | None:
+    def overfull_tier(self, *, ahead: bool) -> str | None:
         """Return the first tier, fast to slow, whose peak exceeds its capacity, or None."""
         for name in self.solver.order:
             if self.peak(name, ahead=ahead) > self._tiers[name].capacity_bytes:
@@ -485,16 +485,16 @@ class _Fill:
         if self._is_too_full(keys, tier, ahead=ahead):
             return False
         blocks = [self.solver.program.blocks[key] for key in keys]
-        before = {key: self.homes[key] for key in keys}
-        below = self.solver.order[self.solver.order.index(tier) + 1 :]
-        most = {name: max(self._tiers[name].capacity_bytes, self.peak(name, ahead=ahead)) for name in below}
-        most[tier] = self._tiers[tier].capacity_bytes - self.solver.open_bytes(tier)
+        old_homes = {key: self.homes[key] for key in keys}
+        slower_tiers = self.solver.order[self.solver.order.index(tier) + 1 :]
+        limits = {name: max(self._tiers[name].capacity_bytes, self.peak(name, ahead=ahead)) for name in slower_tiers}
+        limits[tier] = self._tiers[tier].capacity_bytes - self.solver.open_bytes(tier)
         for block in blocks:
             self._move(block, tier)
-        if all(self.peak(name, ahead=ahead) <= nbytes for name, nbytes in most.items()):
+        if all(self.peak(name, ahead=ahead) <= nbytes for name, nbytes in limits.items()):
             return True
         for block in blocks:
-            self._move(block, before[block.key])
+            self._move(block, old_homes[block.key])
         return False
 
     def _is_too_full(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
@@ -503,42 +503,42 @@ class _Fill:
         The fullest tick loses at most the copies of these blocks. An update tick can lose all its contents, because it
         can move to a different tier.
         """
-        budget, slots, working = self._tiers[tier], self.solver.slots[tier], self._working[tier]
-        grown, left = 0, working.largest(ahead=ahead)
+        budget, slots, working = self._tiers[tier], self.solver.slots[tier], self._working_sets[tier]
+        added_bytes, left_bytes = 0, working.largest(ahead=ahead)
         ticks = working.fullest(ahead=ahead)
         for key in keys:
             if self.homes[key] == tier:
                 continue
-            grown += slots[key] + budget.generation_bytes(self.solver.program.blocks[key])
-            for number, _ in self.solver.groups_of[key]:
-                if number in ticks:
-                    left -= left if self._ticks[number].phase == "update" else slots[key]
+            added_bytes += slots[key] + budget.generation_bytes(self.solver.program.blocks[key])
+            for tick_index, _ in self.solver.groups_by_key[key]:
+                if tick_index in ticks:
+                    left_bytes -= left_bytes if self._ticks[tick_index].phase == "update" else slots[key]
         other_bytes = budget.workspace_bytes + self.generation_bytes[tier]
-        least = self._home_bytes[tier] + grown + other_bytes + max(0, left)
-        return least > budget.capacity_bytes - self.solver.open_bytes(tier)
+        min_bytes = self._home_bytes[tier] + added_bytes + other_bytes + max(0, left_bytes)
+        return min_bytes > budget.capacity_bytes - self.solver.open_bytes(tier)
 
     def _move(self, block: BlockPlan, tier: str) -> None:
-        key, before, solver = block.key, self.homes[block.key], self.solver
-        self._count(block, before, -1)
+        key, old_home, solver = block.key, self.homes[block.key], self.solver
+        self._count(block, old_home, -1)
         self._count(block, tier, 1)
-        for number, group in solver.groups_of[key]:
-            used_in = self._used_in[number]
-            old, new = solver.stops(before, used_in), solver.stops(tier, used_in)
-            for name in old:
-                if name not in new:
-                    self._working[name].add(number, group, -solver.slots[name][key])
-            for name in new:
-                if name not in old:
-                    self._working[name].add(number, group, solver.slots[name][key])
+        for tick_index, group in solver.groups_by_key[key]:
+            tick_tier = self._tick_tiers[tick_index]
+            old_stops, new_stops = solver.stops(old_home, tick_tier), solver.stops(tier, tick_tier)
+            for name in old_stops:
+                if name not in new_stops:
+                    self._working_sets[name].add(tick_index, group, -solver.slots[name][key])
+            for name in new_stops:
+                if name not in old_stops:
+                    self._working_sets[name].add(tick_index, group, solver.slots[name][key])
         self.homes[key] = tier
-        for number in solver.deciding.get(key, ()):
-            used_in = solver.program.tier_of(self._ticks[number], self.homes)
-            if used_in != self._used_in[number]:  # the whole tick now runs in a different tier
-                self._used_in[number] = used_in
-                self._recount(number)
+        for tick_index in solver.deciding_ticks.get(key, ()):
+            tick_tier = solver.program.tier_of(self._ticks[tick_index], self.homes)
+            if tick_tier != self._tick_tiers[tick_index]:  # the whole tick now runs in a different tier
+                self._tick_tiers[tick_index] = tick_tier
+                self._recount(tick_index)
 
-    def _count(self, block: BlockPlan, tier: str, times: int) -> None:
-        nbytes = times * self.solver.slots[tier][block.key]
+    def _count(self, block: BlockPlan, tier: str, sign: int) -> None:
+        nbytes = sign * self.solver.slots[tier][block.key]
         self._home_bytes[tier] += nbytes
         self._durable_bytes[tier] += nbytes if block.kind in DURABLE_KINDS else 0
-        self.generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
+        self.generation_bytes[tier] += sign * self._tiers[tier].generation_bytes(block)

@@ -15,7 +15,7 @@ from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.engine.program.step_program import StepProgram, Tick
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.machine.resources import describe_library_memory
-from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
+from megatrain.plan.attempts import MAX_GATHERS_AHEAD, Attempts
 from megatrain.plan.estimate import nvme_written_bytes
 from megatrain.plan.fill import with_results
 from megatrain.plan.flops import flops_per_token
@@ -24,13 +24,13 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.rank_checks import check_ranks
 from megatrain.plan.remedies import add_remedies
 from megatrain.plan.run_spec import RunSpec
-from megatrain.plan.search import WORTHWHILE, fastest, priced, step_s, with_open_room
+from megatrain.plan.search import WORTHWHILE, choose_fastest, price_step, step_s, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates
 from megatrain.plan.traced import trace_model
 
 #: Factor by which results that layers save may at most increase writes to drives, unless the config requests them.
-_MOST_WEAR = 1.1
+_MAX_WEAR_FACTOR = 1.1
 
 
 def plan_run(
@@ -40,7 +40,7 @@ def plan_run(
     with_remedies: bool = True,
     like: Plan | None = None,
     capacities: Mapping[str, int] | None = None,
-    most_ahead: int = MOST_GATHERS_AHEAD,
+    max_ahead: int = MAX_GATHERS_AHEAD,
     passes_parts: bool | None = None,
 ) -> Plan:
     """Plan a run.
@@ -53,7 +53,7 @@ def plan_run(
             model, and its trace if micro-batches have the same shape on the same kind of device. This saves most of the
             time.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        most_ahead: Maximum number of visits by which several processes gather weights ahead.
+        max_ahead: Maximum number of visits by which several processes gather weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
@@ -67,14 +67,14 @@ def plan_run(
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
-    attempts = Attempts(model.run, model, model.run.tiers.machine.rates(), capacities or {}, most_ahead, passes_parts)
+    attempts = Attempts(model.run, model, model.run.tiers.machine.rates(), capacities or {}, max_ahead, passes_parts)
     plan = _plan_first_fit(attempts)
     if isinstance(plan, Shortfall):
         raise DoesNotFitError(_add_remedies(plan, attempts) if with_remedies else plan)
-    if model.run.one_at_a_time is not None and _may_run_one_at_a_time(plan):
-        other = _plan_first_fit(replace(attempts, run=model.run.one_at_a_time))
-        if not isinstance(other, Shortfall) and not _uses_drives(other) and _is_shorter(other, plan):
-            plan = other
+    if model.run.sequential_run is not None and _may_run_one_at_a_time(plan):
+        alternative = _plan_first_fit(replace(attempts, run=model.run.sequential_run))
+        if not isinstance(alternative, Shortfall) and not _uses_drives(alternative) and _is_shorter(alternative, plan):
+            plan = alternative
     return compared_with_machine(plan)
 
 
@@ -83,7 +83,7 @@ def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
     step, profile = attempts.first_fit(), attempts.profile
     if isinstance(step, Shortfall):
         return step
-    plan = _with_configured_streaming(priced(step, profile), profile)
+    plan = _with_configured_streaming(price_step(step, profile), profile)
     return _with_shortest_step(plan, profile)
 
 
@@ -102,11 +102,12 @@ def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
     """If blocks move, shorten the step: leave memory free for copies, save results of layers, and stream updates."""
     if not any(plan.traffic.values()):
         return plan
-    own = (plan,) if plan.program.recompute.kept_graphs else ()  # other homes can displace weights that graphs use
-    plan = _with_results(fastest(chain(with_open_room(plan, profile), own)), profile)
+    keeps_graphs = bool(plan.program.recompute.kept_graphs)  # other homes can displace weights that graphs use
+    candidates = chain(with_open_room(plan, profile), (plan,) if keeps_graphs else ())
+    plan = _with_results(choose_fastest(candidates), profile)
     if plan.run.advanced.stream_updates != "auto":
         return plan
-    return fastest(chain((plan,), _plans_with_streamed_updates(plan, profile)))
+    return choose_fastest(chain((plan,), _plans_with_streamed_updates(plan, profile)))
 
 
 def _may_run_one_at_a_time(plan: Plan) -> bool:
@@ -117,21 +118,21 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     one backward, instead of a whole step, to transfer state.
     """
     run, recompute = plan.run, plan.program.recompute
-    is_open = run.advanced.has_open_order and run.recompute.mode == "auto"
-    run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_recomputed}
+    is_allowed = run.advanced.has_open_order and run.recompute.mode == "auto"
+    recomputed = {index for index, visit in enumerate(plan.trace.visits) if visit.is_recomputed}
     kept_nbytes = sum(
         layout.num_parameters * (run.dtype.itemsize + (run.grad_dtype.itemsize if layout.trainable else 0))
         for layout in plan.graph.layouts.values()
     )
-    can_be = not any(plan.traffic.values()) or kept_nbytes < plan.budgets[plan.program.compute_tier]
-    return is_open and can_be and not _needs_drives(plan) and not run_again <= recompute.kept_graphs
+    can_fit = not any(plan.traffic.values()) or kept_nbytes < plan.budgets[plan.program.compute_tier]
+    return is_allowed and can_fit and not _needs_drives(plan) and not recomputed <= recompute.kept_graphs
 
 
 def _needs_drives(plan: Plan) -> bool:
     """Return whether weights and state fit only with drives."""
     state_nbytes = sum(block.nbytes for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS)
-    others = (each for each in plan.budgets_by_tier.values() if each.is_addressable or each.is_read_only)
-    return state_nbytes > sum(each.capacity_bytes for each in others)
+    memory_budgets = (each for each in plan.budgets_by_tier.values() if each.is_addressable or each.is_read_only)
+    return state_nbytes > sum(each.capacity_bytes for each in memory_budgets)
 
 
 def _uses_drives(plan: Plan) -> bool:
@@ -188,24 +189,24 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
     The results also move, so the decision needs rates. It uses a replay with the rates of this machine, or the estimate
     for a planned machine.
     """
-    run, is_elsewhere = plan.run, not plan.run.tiers.machine.is_here
-    is_open = run.recompute.mode == "auto" and run.model.table.compiler is None
-    if not is_open or measured_rates(plan) is None:
+    run, is_planned_machine = plan.run, not plan.run.tiers.machine.is_here
+    is_allowed = run.recompute.mode == "auto" and run.model.table.compiler is None
+    if not is_allowed or measured_rates(plan) is None:
         return plan
 
-    def placed(program: StepProgram) -> Plan | None:
+    def place(program: StepProgram) -> Plan | None:
         found = next(with_open_room(plan, profile, program), None)
         return found if found is not None and _has_similar_wear(found, plan) else None
 
-    more_written = int((_MOST_WEAR - 1) * nvme_written_bytes(plan.traffic))
-    found = with_results(plan, placed, step_s, on_drives_bytes=more_written)
-    if is_elsewhere:
-        return found if step_s(found) < WORTHWHILE * step_s(plan) else plan
-    if found is plan:
+    on_drives_bytes = int((_MAX_WEAR_FACTOR - 1) * nvme_written_bytes(plan.traffic))
+    candidate = with_results(plan, place, step_s, on_drives_bytes=on_drives_bytes)
+    if is_planned_machine:
+        return candidate if step_s(candidate) < WORTHWHILE * step_s(plan) else plan
+    if candidate is plan:
         return plan
     # ``found`` already uses the first of ``OPEN_SHARES``, so try only the other shares.
-    others = islice(with_open_room(found, profile), 1, None)
-    return fastest(chain((plan, found), (other for other in others if _has_similar_wear(other, plan))))
+    alternatives = islice(with_open_room(candidate, profile), 1, None)
+    return choose_fastest(chain((plan, candidate), (other for other in alternatives if _has_similar_wear(other, plan))))
 
 
 def _has_similar_wear(plan: Plan, other: Plan) -> bool:
@@ -213,7 +214,7 @@ def _has_similar_wear(plan: Plan, other: Plan) -> bool:
 
     The results of layers are many times larger than gradients and state, so only the config can move them to drives.
     """
-    return nvme_written_bytes(plan.traffic) <= _MOST_WEAR * nvme_written_bytes(other.traffic)
+    return nvme_written_bytes(plan.traffic) <= _MAX_WEAR_FACTOR * nvme_written_bytes(other.traffic)
 
 
 def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
@@ -224,16 +225,16 @@ def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
     program, homes = plan.program, plan.placement.homes
     if not program.updates.in_compute_tier or program.compute_tier == "ram":
         return program
-    in_ram = [tick.visit for tick in plan.updates.ticks if _is_updated_from_ram(program, tick, homes)]
-    count = min(count, len(in_ram))
-    chosen = frozenset(in_ram[(2 * number + 1) * len(in_ram) // (2 * count)] for number in range(count))
-    return replace(program, updates=replace(program.updates, streamed=chosen))
+    visits = [tick.visit for tick in plan.updates.ticks if _is_updated_from_ram(program, tick, homes)]
+    count = min(count, len(visits))
+    streamed = frozenset(visits[(2 * index + 1) * len(visits) // (2 * count)] for index in range(count))
+    return replace(program, updates=replace(program.updates, streamed=streamed))
 
 
 def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:
     """Return whether a group is updated in RAM and RAM is the home of its weight and state."""
-    own = (key for key, _ in tick.uses if key not in tick.spent)
-    return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in own)
+    stored_keys = (key for key, _ in tick.uses if key not in tick.spent)
+    return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in stored_keys)
 
 
 def _plans_with_streamed_updates(plan: Plan, profile: LoadedProfile) -> Iterator[Plan]:
@@ -255,12 +256,12 @@ def _plans_with_streamed_updates(plan: Plan, profile: LoadedProfile) -> Iterator
         yield from with_open_room(plan, profile, _with_streamed_updates(plan, count))
 
 
-def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
+def _add_remedies(shortfall: Shortfall, attempts: Attempts) -> Shortfall:
     """Return a shortfall that also lists the config changes that reduce the needed memory."""
     graph = attempts.model.graph
     layers = (unit.module for unit in graph.units if unit.is_layer)
     can_cut_experts = has_experts_to_cut(layers, graph.num_parameters)
-    return add_remedies(found, attempts.run, partial(_least_bytes, attempts), can_cut_experts=can_cut_experts)
+    return add_remedies(shortfall, attempts.run, partial(_least_bytes, attempts), can_cut_experts=can_cut_experts)
 
 
 def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
@@ -271,9 +272,9 @@ def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
     capacity = 0
     while True:
         # Try again with the reported capacity, because greedy placement may choose different homes with more memory.
-        placed = Attempts(run, model, attempts.profile, {tier: capacity}).first_fit()
-        if not isinstance(placed, Shortfall):
+        step = Attempts(run, model, attempts.profile, {tier: capacity}).first_fit()
+        if not isinstance(step, Shortfall):
             return capacity
-        if placed.tier != tier:
+        if step.tier != tier:
             return None
-        capacity = placed.need_bytes
+        capacity = step.need_bytes

@@ -78,9 +78,9 @@ def most_resident_bytes(plan: Plan) -> int:
     The limit leaves room for the workspace that the op has yet to allocate, such as streams between layers. Call this
     when the run begins, because the memory that the process has then is part of the result.
     """
-    still_free = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
-    still_free -= max(computing_bytes(plan.trace, plan.program))
-    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - still_free
+    free_bytes = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
+    free_bytes -= max(computing_bytes(plan.trace, plan.program))
+    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - free_bytes
 
 
 def _tier_bytes(plan: Plan) -> int:
@@ -91,14 +91,14 @@ def _tier_bytes(plan: Plan) -> int:
 def resident_bytes(plan: Plan, tier: str) -> int:
     """Return the peak bytes that a run has in a tier: homes, workspace, and all kept or prefetched copies that fit."""
     placement, budget = plan.placement, plan.budgets_by_tier[tier]
-    ends: dict[str, set[str]] = {}
+    tiers_by_key: dict[str, set[str]] = {}
     for access in plan.program.accesses(placement.homes):
-        used_in = (tier for _, tier in placement.routes.between(placement.homes[access.key], access.tier))
-        ends.setdefault(access.key, set()).update(used_in)
-    copies = [key for key, tiers in ends.items() if tier in tiers]
-    room = sum(budget.slot_bytes(plan.program.blocks[key].nbytes) for key in copies)
-    least = placement.peak_bytes(tier)
-    return max(least, min(budget.capacity_bytes, least - placement.working_bytes[tier] + room))
+        tiers_between = (tier for _, tier in placement.routes.between(placement.homes[access.key], access.tier))
+        tiers_by_key.setdefault(access.key, set()).update(tiers_between)
+    copies = [key for key, tiers in tiers_by_key.items() if tier in tiers]
+    copy_bytes = sum(budget.slot_bytes(plan.program.blocks[key].nbytes) for key in copies)
+    min_bytes = placement.peak_bytes(tier)
+    return max(min_bytes, min(budget.capacity_bytes, min_bytes - placement.working_bytes[tier] + copy_bytes))
 
 
 def own_bytes() -> int:

@@ -20,25 +20,25 @@ def check_ranks(run: RunSpec) -> None:
     if run.world.is_single:
         return
     if run.num_lanes < run.world.size:  # the other checks assume at least one lane per rank
-        raise ConfigError("the config", [_too_few_lanes(run)])
-    problems = list(_problems_of_ranks(run))
+        raise ConfigError("the config", [_lane_problem(run)])
+    problems = list(_find_rank_problems(run))
     if problems:
         raise ConfigError("the config", problems)
 
 
-def _too_few_lanes(run: RunSpec) -> Problem:
+def _lane_problem(run: RunSpec) -> Problem:
     message = (
         f"training.gradient_lanes = {run.num_lanes}: {run.world.size} processes need at least one lane each. "
         "A run keeps its number of lanes, because it affects the last bits of the results"
     )
-    advice = f"Start at most {_count_processes(run.num_lanes)}, or begin a new run with more lanes"
+    advice = f"Start at most {_format_processes(run.num_lanes)}, or begin a new run with more lanes"
     return Problem("training.gradient_lanes", message, advice)
 
 
-def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
+def _find_rank_problems(run: RunSpec) -> Iterator[Problem]:
     """Yield the reasons why the config cannot run on several ranks. Each rank must have at least one lane."""
     world = run.world
-    several = f"with {world.size} processes"
+    clause = f"with {world.size} processes"
     if 1 < world.num_hosts < world.size:
         message = (
             f"{world.num_hosts} hosts with {world.local_size} processes each: a world with several hosts and several "
@@ -47,10 +47,10 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
         advice = "Start one process on each host, or all processes on one host"
         yield Problem("distributed.processes", message, advice)
     if not has_work_for_all(world.size, run.num_lanes, run.batch.num_micro_batches):
-        yield _too_few_micro_batches(run)
+        yield _micro_batch_problem(run)
     if run.batch.order != "layer":
         message = (
-            f'advanced.micro_batch_order = "{run.batch.order}": {several} all micro-batches of a layer run before the '
+            f'advanced.micro_batch_order = "{run.batch.order}": {clause} all micro-batches of a layer run before the '
             "next layer"
         )
         yield Problem("advanced.micro_batch_order", message, 'Write "layer"')
@@ -58,45 +58,45 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
     kinds = optimizer.state_kinds(run.dtype.itemsize == 2)
     needs_whole = any(kind.elements_of is not None or kind.needs_whole for kind in kinds)
     if needs_whole or isinstance(optimizer, MatrixOptimizer):
-        what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
-        message = f"{what}, and {several} each has only a part of every matrix"
+        requirement = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
+        message = f"{requirement}, and {clause} each has only a part of every matrix"
         advice = "Start one process, which also resumes a checkpoint of several, or write an optimizer such as adamw"
         yield Problem("optimizer.optim", message, advice)
 
 
-def _too_few_micro_batches(run: RunSpec) -> Problem:
+def _micro_batch_problem(run: RunSpec) -> Problem:
     """Return the problem that a rank would have no micro-batch in a step, with config values that solve it."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
-    count, together = batch.num_micro_batches, batch.rows_per_example
+    count, rows_per_example = batch.num_micro_batches, batch.rows_per_example
     # A new run has one lane per process unless the config sets the number.
-    most = max(n for n in range(1, size) if has_work_for_all(n, n if lanes == size else lanes, count))
-    enough = next(n for n in range(size, lanes + 1) if has_work_for_all(size, lanes, n))
-    fewer = f"or start at most {_count_processes(most)}"
-    if batch.given_rows is None:
-        what = "rows" if together == 1 else "examples of two rows"
+    max_size = max(n for n in range(1, size) if has_work_for_all(n, n if lanes == size else lanes, count))
+    min_count = next(n for n in range(size, lanes + 1) if has_work_for_all(size, lanes, n))
+    alternative = f"or start at most {_format_processes(max_size)}"
+    if batch.configured_rows is None:
+        noun = "rows" if rows_per_example == 1 else "examples of two rows"
         message = (
             f"training.train_batch_tokens = {batch.num_tokens}: with {size} processes each needs a micro-batch, and a "
-            f"step has {batch.num_rows // together} {what} of data.max_length = {batch.max_length}"
+            f"step has {batch.num_rows // rows_per_example} {noun} of data.max_length = {batch.max_length}"
         )
-        advice = f"Write train_batch_tokens = {enough * together * batch.max_length}, {fewer}"
+        advice = f"Write train_batch_tokens = {min_count * rows_per_example * batch.max_length}, {alternative}"
         return Problem("training.train_batch_tokens", message, advice)
     if size < lanes and has_work_for_all(size, size, count):
-        fewer = f"for a new run gradient_lanes = {size}, so that each has one; {fewer}"
-    examples = batch.num_rows // together
+        alternative = f"for a new run gradient_lanes = {size}, so that each has one; {alternative}"
+    examples = batch.num_rows // rows_per_example
     message = (
         f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, but a step "
         "has only that many"
     )
     # Prefer to split the same rows into smaller micro-batches. Otherwise suggest a larger step.
-    finer = (n for n in range(enough, examples + 1) if examples % n == 0 and has_work_for_all(size, lanes, n))
-    same = next(finer, None)
-    if same is not None:
-        advice = f"Write per_device_train_batch_size = {examples // same} and gradient_accumulation_steps = {same}, "
-        advice += f"which is the same step in smaller micro-batches, {fewer}"
+    divisors = (n for n in range(min_count, examples + 1) if examples % n == 0 and has_work_for_all(size, lanes, n))
+    parts = next(divisors, None)
+    if parts is not None:
+        advice = f"Write per_device_train_batch_size = {examples // parts} and gradient_accumulation_steps = {parts}, "
+        advice += f"which is the same step in smaller micro-batches, {alternative}"
     else:
-        advice = f"Write gradient_accumulation_steps = {enough}, {fewer}"
+        advice = f"Write gradient_accumulation_steps = {min_count}, {alternative}"
     return Problem("training.gradient_accumulation_steps", message, advice)
 
 
-def _count_processes(count: int) -> str:
+def _format_processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"

@@ -24,7 +24,7 @@ LeastBytes = Callable[["RunSpec", str], int | None]
 
 
 def add_remedies(
-    found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
+    shortfall: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
 ) -> Shortfall:
     """Return a run's shortfall with the config changes that would help.
 
@@ -33,18 +33,19 @@ def add_remedies(
         can_cut_experts: Whether the model has experts that ``model.split_experts`` would split.
     """
     remedies: list[Remedy] = []
-    for change, other in _changes(run, can_cut_experts):
-        need = least_bytes(other, found.tier)
-        if need is not None and need < found.need_bytes:
-            remedies.append(Remedy(change, found.tier, need, need <= found.have_bytes))
+    for change, changed_run in _changes(run, can_cut_experts):
+        need_bytes = least_bytes(changed_run, shortfall.tier)
+        if need_bytes is not None and need_bytes < shortfall.need_bytes:
+            remedies.append(Remedy(change, shortfall.tier, need_bytes, need_bytes <= shortfall.have_bytes))
     # Suggest a drive only if the run has none. With drives, the shortfall itself asks for more space.
     if not run.tiers.table.nvme:
-        need = least_bytes(_with_drive(run), "nvme")
-        if need:
-            remedies.append(Remedy("a [[tiers.nvme]]", "nvme", need, fits=True))
+        need_bytes = least_bytes(_with_drive(run), "nvme")
+        if need_bytes:
+            remedies.append(Remedy("a [[tiers.nvme]]", "nvme", need_bytes, fits=True))
     if not remedies:
-        return found
-    return replace(found, advice=f"{found.advice} Remedies: {'; '.join(map(str, remedies))}.", remedies=tuple(remedies))
+        return shortfall
+    advice = f"{shortfall.advice} Remedies: {'; '.join(map(str, remedies))}."
+    return replace(shortfall, advice=advice, remedies=tuple(remedies))
 
 
 def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec]]:
@@ -55,12 +56,12 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
     if run.grad_dtype == torch.float32 and not is_summed_in_place:
         yield 'precision.grad_dtype = "bfloat16"', replace(run, grad_dtype=torch.bfloat16)
     if run.optimizer.defers_updates:
-        yield from _without_norm(run)
-    if (other := run.one_at_a_time) is not None:
-        yield 'advanced.micro_batch_order = "micro_batch" (streamed weights then move for each micro-batch)', other
+        yield from _changes_without_norm(run)
+    if (spec := run.sequential_run) is not None:
+        yield 'advanced.micro_batch_order = "micro_batch" (streamed weights then move for each micro-batch)', spec
 
 
-def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+def _changes_without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     """Yield config changes after which a run needs no global gradient norm."""
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:

@@ -36,37 +36,37 @@ class BatchSpec:
     Attributes:
         num_rows: Number of rows in a step. Each has ``max_length`` tokens.
         max_length: Tokens in a row.
-        given_rows: Rows per micro-batch, or None to choose the number closest to ``aimed_tokens``.
+        configured_rows: Rows per micro-batch, or None to choose the number closest to ``target_tokens``.
         single_rows: Whether micro-batches have one row by default, because the kernels cannot otherwise separate the
             documents of a row.
         order: "layer" runs all micro-batches through each layer before the next layer.
-        aimed_tokens: Target tokens per micro-batch; see ``MICRO_BATCH_TOKENS``.
+        target_tokens: Target tokens per micro-batch; see ``MICRO_BATCH_TOKENS``.
         num_lanes: Lanes that add the gradients of micro-batches (``ranks/lanes.py``), or None for one per rank.
         rows_per_example: Number of rows per example. They must be in the same micro-batch.
     """
 
     num_rows: int
     max_length: int
-    given_rows: int | None
+    configured_rows: int | None
     single_rows: bool
     order: Literal["layer", "micro_batch"]
-    aimed_tokens: int = MICRO_BATCH_TOKENS["cpu"]
+    target_tokens: int = MICRO_BATCH_TOKENS["cpu"]
     num_lanes: int | None = None
     rows_per_example: int = 1
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows per micro-batch: as configured, else the largest divisor within ``aimed_tokens`` that fills all lanes.
+        """Rows per micro-batch: as configured, else the largest divisor within ``target_tokens`` that fills all lanes.
 
         The number of processes has no influence, because it can change at each start and must not affect results.
         """
-        if self.given_rows is not None:
-            return self.given_rows
+        if self.configured_rows is not None:
+            return self.configured_rows
         if self.single_rows:
             return 1
-        rows, together = self.num_rows, self.rows_per_example
-        most = min(self.aimed_tokens // self.max_length, rows // (self.num_lanes or 1))
-        return max((n for n in range(together, most + 1, together) if rows % n == 0), default=together)
+        rows, step_rows = self.num_rows, self.rows_per_example
+        max_rows = min(self.target_tokens // self.max_length, rows // (self.num_lanes or 1))
+        return max((n for n in range(step_rows, max_rows + 1, step_rows) if rows % n == 0), default=step_rows)
 
     @property
     def num_micro_batches(self) -> int:
@@ -141,10 +141,10 @@ class RunSpec:
         return self.batch.num_lanes or 1
 
     @property
-    def one_at_a_time(self) -> RunSpec | None:
+    def sequential_run(self) -> RunSpec | None:
         """Copy of the run with one micro-batch at a time; None if it would change results or have no effect."""
-        same_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
-        if not same_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
+        keeps_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
+        if not keeps_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
             return None
         advanced = self.advanced.model_copy(update={"micro_batch_order": "micro_batch"})
         return replace(self, batch=replace(self.batch, order="micro_batch"), advanced=advanced)
@@ -162,8 +162,8 @@ class RunSpec:
 
     def tokens_of_rank(self, rank: int) -> int:
         """Return the token positions in a rank's micro-batches of a step."""
-        own = self.lanes.rank_micro_batches(rank, self.batch.num_micro_batches)
-        return len(own) * self.batch.micro_batch_rows * self.batch.max_length
+        micro_batches = self.lanes.rank_micro_batches(rank, self.batch.num_micro_batches)
+        return len(micro_batches) * self.batch.micro_batch_rows * self.batch.max_length
 
     @property
     def num_own_tokens(self) -> int:
@@ -181,10 +181,10 @@ class RunSpec:
         Args:
             size: Number of ranks on all hosts.
         """
-        first = replace(self, world=World.local(0, size, num_hosts))
-        if first.num_lanes < size or 1 < num_hosts < size:  # the planner refuses both cases
-            return first
-        return replace(self, world=World.local(max(range(size), key=first.tokens_of_rank), size, num_hosts))
+        first_rank = replace(self, world=World.local(0, size, num_hosts))
+        if first_rank.num_lanes < size or 1 < num_hosts < size:  # the planner refuses both cases
+            return first_rank
+        return replace(self, world=World.local(max(range(size), key=first_rank.tokens_of_rank), size, num_hosts))
 
     @property
     def num_together(self) -> int:
@@ -192,14 +192,14 @@ class RunSpec:
         return self.batch.together(len(self.own_micro_batches))
 
     @property
-    def traced_on(self) -> torch.device:
+    def trace_device(self) -> torch.device:
         """Device whose kernels the plan counts: the run's device, or the CPU if the plan is for a different machine."""
         return self.device if self.tiers.machine.is_here else torch.device("cpu")
 
     @property
-    def is_traced_elsewhere(self) -> bool:
+    def has_fake_gpu(self) -> bool:
         """Whether fake CPU tensors represent GPU tensors."""
-        return self.device.type == "cuda" and self.traced_on.type == "cpu"
+        return self.device.type == "cuda" and self.trace_device.type == "cpu"
 
     @property
     def uses_liger(self) -> bool:

@@ -26,7 +26,7 @@ _NUM_TRIES = 4
 WORTHWHILE = 0.99
 
 
-def priced(step: PlacedStep, profile: LoadedProfile, num_tokens: int | None = None) -> Plan:
+def price_step(step: PlacedStep, profile: LoadedProfile, num_tokens: int | None = None) -> Plan:
     """Return the plan of a step: the step with an estimate of its times at the rates of a profile.
 
     ``num_tokens`` is the number of tokens in a step, if this rank does not train on all of its tokens.
@@ -48,40 +48,40 @@ def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | No
     solver = PlacementSolver(program, list(plan.budgets_by_tier.values()), plan.run.placement.homes, None, STAY_SHARE)
     tiers = {"ram", program.compute_tier}
     for share in OPEN_SHARES:
-        settled = _with_buffers(solver, {tier: int(share * plan.budgets[tier]) for tier in tiers})
-        if isinstance(settled, Shortfall):  # the drive cannot hold the blocks displaced from RAM
+        assignment = _with_buffers(solver, {tier: int(share * plan.budgets[tier]) for tier in tiers})
+        if isinstance(assignment, Shortfall):  # the drive cannot hold the blocks displaced from RAM
             continue
-        placement = solver.describe(settled)
+        placement = solver.describe(assignment)
         if weights_stay(plan.graph, plan.trace, program, placement.homes):
-            yield priced(replace(plan.step, program=program, placement=placement), profile)
+            yield price_step(replace(plan.step, program=program, placement=placement), profile)
 
 
-def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssignment | Shortfall:
-    """Return homes that leave ``room`` bytes free, or more if separate buffers for each block size need more."""
-    first = settled = solver.settle(room)
+def _with_buffers(solver: PlacementSolver, free_bytes: Mapping[str, int]) -> HomeAssignment | Shortfall:
+    """Return homes that leave ``free_bytes`` bytes free, or more if separate buffers for each block size need more."""
+    first_assignment = assignment = solver.assign(free_bytes)
     for _ in range(_NUM_TRIES):  # moved blocks may need buffers of other sizes
-        if isinstance(settled, Shortfall) or not settled.missing_bytes:
+        if isinstance(assignment, Shortfall) or not assignment.missing_bytes:
             break
-        room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
-        settled = solver.settle(room)
-    return first if isinstance(settled, Shortfall) or settled.missing_bytes else settled
+        free_bytes = {tier: nbytes + assignment.missing_bytes.get(tier, 0) for tier, nbytes in free_bytes.items()}
+        assignment = solver.assign(free_bytes)
+    return first_assignment if isinstance(assignment, Shortfall) or assignment.missing_bytes else assignment
 
 
-def fastest(plans: Iterable[Plan]) -> Plan:
+def choose_fastest(plans: Iterable[Plan]) -> Plan:
     """Return the plan with the shortest replayed step, or the first plan if this machine was not measured.
 
     For a planned machine, also return the first plan, because its rates are imprecise and a large model takes long to
     replay.
     """
     best, best_s = None, math.inf
-    seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
+    signatures: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
     for plan in plans:
         if measured_rates(plan) is None or not plan.run.tiers.machine.is_here:
             return plan
-        what = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
-        if what in seen:
+        signature = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
+        if signature in signatures:
             continue
-        seen.append(what)
+        signatures.append(signature)
         seconds = step_s(plan)
         if seconds < WORTHWHILE * best_s:
             best, best_s = plan, seconds

@@ -71,12 +71,12 @@ class DoesNotFitError(Exception):
         super().__init__(str(shortfall))
 
 
-def require_fit(found: _Found | Shortfall) -> _Found:
-    """Return ``found``, or raise an error if it is a shortfall.
+def require_fit(result: _Found | Shortfall) -> _Found:
+    """Return ``result``, or raise an error if it is a shortfall.
 
     Raises:
         DoesNotFitError: If a tier is too small.
     """
-    if isinstance(found, Shortfall):
-        raise DoesNotFitError(found)
-    return found
+    if isinstance(result, Shortfall):
+        raise DoesNotFitError(result)
+    return result

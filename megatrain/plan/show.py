@@ -29,18 +29,18 @@ def headline(plan: Plan) -> str:
     dtype, task = str(run.dtype).removeprefix("torch."), run.task if run.model.is_trained else "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"
     if plan.run.batch.num_micro_batches > 1:
-        together = ", one micro-batch at a time" if run.batch.order == "micro_batch" else ""
-        tokens += f" ({plan.run.batch.num_micro_batches} x {plan.run.batch.micro_batch_rows} rows{together})"
-    trained = sum(layout.num_parameters for layout in plan.graph.layouts.values() if layout.trainable)
+        order_note = ", one micro-batch at a time" if run.batch.order == "micro_batch" else ""
+        tokens += f" ({plan.run.batch.num_micro_batches} x {plan.run.batch.micro_batch_rows} rows{order_note})"
+    num_trained = sum(layout.num_parameters for layout in plan.graph.layouts.values() if layout.trainable)
     size += " parameters"
-    if run.model.is_trained and trained < count:
-        size += f" ({trained:,} trained)"
+    if run.model.is_trained and num_trained < count:
+        size += f" ({num_trained:,} trained)"
     return f"{name}  {size}, {layers} layers   {task}, {dtype}, {tokens}"
 
 
 def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
     """Return (kind, bytes by tier, note) for each row of the table."""
-    notes = _notes(plan)
+    notes = _kind_notes(plan)
     rows: list[tuple[str, Mapping[str, int], str]] = [
         (kind, {tier: plan.placement.home_bytes[tier][kind] for tier in plan.tiers}, notes[kind]) for kind in KINDS
     ]
@@ -60,8 +60,8 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
     if plan.program.recompute.kept_graphs:
         tier = plan.program.compute_tier
         workspace[tier] -= plan.kept_bytes
-        kept, layers = num_layers_kept(plan.graph, plan.trace, plan.program)
-        note = f"{kept} of {layers} layers keep their graphs, which the backward need not recompute"
+        num_kept, num_layers = num_layers_kept(plan.graph, plan.trace, plan.program)
+        note = f"{num_kept} of {num_layers} layers keep their graphs, which the backward need not recompute"
         rows.append(("kept graphs", {name: plan.kept_bytes * (name == tier) for name in plan.tiers}, note))
     rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
     return rows
@@ -82,21 +82,21 @@ def messages(plan: Plan, passthrough: str = "") -> Sequence[str]:
         )
     machine = plan.run.tiers.machine
     if isinstance(machine, PlannedMachine):
-        of_cpu, of_gpu = (
+        cpu_note, gpu_note = (
             "counted with this CPU's kernels; another CPU may differ",
             "counted without its GPU, which may differ",
         )
-        workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
+        workspace = gpu_note if plan.run.has_fake_gpu else cpu_note
         estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
         estimates += [f"{machine.name}: {machine.file.note}"] if machine.file.note else []
     notes = [*filter(None, [plan.library_memory]), *_recompute_notes(plan)]
     world = plan.run.world
     if not world.is_single:
-        on_host = {name: used * (1 if name == "gpu" else world.local_size) for name, used in plan.totals.items()}
-        totals = ", ".join(f"{name} {format_size(used)}" for name, used in on_host.items() if name != "gpu")
-        where = "on this host" if world.num_hosts == 1 else f"on each of {world.num_hosts} hosts"
+        host_bytes = {name: nbytes * (1 if name == "gpu" else world.local_size) for name, nbytes in plan.totals.items()}
+        sizes = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in host_bytes.items() if name != "gpu")
+        hosts = "on this host" if world.num_hosts == 1 else f"on each of {world.num_hosts} hosts"
         notes.append(
-            f"this is one of {world.size} processes; the {world.local_size} {where} together take {totals}, and train "
+            f"this is one of {world.size} processes; the {world.local_size} {hosts} together take {sizes}, and train "
             f"{plan.run.batch.num_tokens:,} tokens per step"
         )
     return (*_traffic_notes(plan, passthrough), *notes, *estimates)
@@ -104,9 +104,9 @@ def messages(plan: Plan, passthrough: str = "") -> Sequence[str]:
 
 def process_line(memory: ProcessMemory) -> str:
     """Return a line with the predicted memory of the process, inside and outside of the RAM tier."""
-    tier, rest = format_size(memory.tier_bytes), format_size(memory.non_tier_bytes)
+    tier, extra = format_size(memory.tier_bytes), format_size(memory.non_tier_bytes)
     return (
-        f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {rest} of Python and "
+        f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {extra} of Python and "
         "libraries, kernels, tokenizer and rows"
     )
 
@@ -114,30 +114,30 @@ def process_line(memory: ProcessMemory) -> str:
 def _recompute_notes(plan: Plan) -> Sequence[str]:
     """Return messages about the recomputed layers, their cost, and the memory with which no layer is recomputed."""
     trace, recompute = plan.trace, plan.program.recompute
-    kept, layers = num_layers_kept(plan.graph, trace, plan.program)
-    if kept == layers or not is_counted(trace):
+    num_kept, num_layers = num_layers_kept(plan.graph, trace, plan.program)
+    if num_kept == num_layers or not is_counted(trace):
         return []
 
-    def with_flops(other: Recompute) -> float:
-        return flops_per_token(replace(plan.step, program=replace(plan.program, recompute=other)))
+    def with_flops(choice: Recompute) -> float:
+        return flops_per_token(replace(plan.step, program=replace(plan.program, recompute=choice)))
 
-    again = frozenset(number for number, visit in enumerate(trace.visits) if visit.is_recomputed)
-    least = with_flops(Recompute(again, kept_parts=recompute.kept_parts))
-    text = f"the backward recomputes {layers - kept} of {layers} layers"
+    recomputed = frozenset(index for index, visit in enumerate(trace.visits) if visit.is_recomputed)
+    min_flops = with_flops(Recompute(recomputed, kept_parts=recompute.kept_parts))
+    text = f"the backward recomputes {num_layers - num_kept} of {num_layers} layers"
     text += ", except their saved results" if recompute.saving else ""
-    text += f": {1 - least / with_flops(recompute):.0%} of the operations of a step"
-    more = visits_with_results(trace) - recompute.kept_graphs - recompute.saved_results
-    if more and plan.run.model.table.compiler is None:
-        saved = replace(
+    text += f": {1 - min_flops / with_flops(recompute):.0%} of the operations of a step"
+    savable = visits_with_results(trace) - recompute.kept_graphs - recompute.saved_results
+    if savable and plan.run.model.table.compiler is None:
+        choice = replace(
             recompute,
-            saved_attention=recompute.saved_attention - more,
-            saved_results=recompute.saved_results | more,
+            saved_attention=recompute.saved_attention - savable,
+            saved_results=recompute.saved_results | savable,
         )
         slot_bytes = plan.budgets_by_tier[plan.program.compute_tier].slot_bytes
-        taken = ((trace.visits[number].results, recompute.savable(number, trace.visits[number])) for number in more)
-        each = [slot_bytes(wanted.nbytes) - slot_bytes(present.nbytes) for wanted, present in taken]
-        size = format_size(plan.run.num_together * sum(each))
-        share = f"{1 - least / with_flops(saved):.0%}"
+        visits = ((trace.visits[index], recompute.savable(index, trace.visits[index])) for index in savable)
+        added_bytes = sum(slot_bytes(visit.results.nbytes) - slot_bytes(saved.nbytes) for visit, saved in visits)
+        size = format_size(plan.run.num_together * added_bytes)
+        share = f"{1 - min_flops / with_flops(choice):.0%}"
         text += f'; training.recompute = "selective" would reduce this to {share} with {size} more memory'
     return [text]
 
@@ -148,37 +148,37 @@ def _expert_notes(plan: Plan) -> tuple[str, ...]:
     if not parts or not plan.run.world.is_single:
         return ()
     tokens = plan.shape.tokens_per_step
-    reached = sum(1 - visit.chance_of_no_token**tokens for visit in parts)
+    count = sum(1 - visit.chance_of_no_token**tokens for visit in parts)
     return (
-        f"experts are split into {len(parts):,} parts; {tokens:,} tokens are expected to reach {reached:,.0f} of them. "
+        f"experts are split into {len(parts):,} parts; {tokens:,} tokens are expected to reach {count:,.0f} of them. "
         "The weights of the others do not move, so the bytes of this plan are an upper bound",
     )
 
 
 def _traffic_notes(plan: Plan, passthrough: str) -> tuple[str, ...]:
-    compute = plan.program.compute_tier
-    placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
-    updates: tuple[str, ...] = (passthrough,) if passthrough else ()
-    updates += () if compute == "ram" or not plan.updates.ticks else (_update_note(plan),)
+    compute_tier = plan.program.compute_tier
+    placement, capacity = plan.placement, plan.budgets_by_tier[compute_tier].capacity_bytes
+    notes: tuple[str, ...] = (passthrough,) if passthrough else ()
+    notes += () if compute_tier == "ram" or not plan.updates.ticks else (_update_note(plan),)
     if plan.run.checkpoint.table.num_copies and plan.checkpoint.on_drives:
         size = format_size(plan.checkpoint.on_drives)
         count = plan.run.checkpoint.table.num_copies
-        updates += (f"save_copy keeps {count} complete copies of checkpoints in output_dir, {size} each",)
+        notes += (f"save_copy keeps {count} complete copies of checkpoints in output_dir, {size} each",)
     if ("nvme", "gpu") in placement.routes.links:
-        updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory bypass ram",)
+        notes += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory bypass ram",)
     for tier, nbytes in placement.missing_bytes.items():
-        updates += (
+        notes += (
             f"{tier}: buffers of copies are replaced by other sizes within a step; {format_size(nbytes)} more "
             "would avoid this",
         )
     if not any(plan.traffic.values()):
-        return (f"every block is resident in {compute}: nothing is streamed", *updates)
-    held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
-    updates += _expert_notes(plan)
+        return (f"every block is resident in {compute_tier}: nothing is streamed", *notes)
+    used_bytes = sum(placement.home_bytes[compute_tier].values()) + placement.workspace_bytes.get(compute_tier, 0)
+    notes += _expert_notes(plan)
     return (
-        f"{format_size(capacity - held)} of {compute} are prefetch room. Half of the ticks need at most "
-        f"{format_size(placement.median_working_bytes[compute])} of it; the rest prefetches",
-        *updates,
+        f"{format_size(capacity - used_bytes)} of {compute_tier} are prefetch room. Half of the ticks need at most "
+        f"{format_size(placement.median_working_bytes[compute_tier])} of it; the rest prefetches",
+        *notes,
     )
 
 
@@ -186,35 +186,35 @@ def _update_note(plan: Plan) -> str:
     if plan.traced.host_updates:
         return f"updates run in ram: {plan.traced.host_updates}"
     streamed = plan.program.updates.streamed
-    there = [tick for tick in plan.updates.in_gpu_memory if tick.visit not in streamed]
-    share = 100 * plan.updates.num_weights_of(there) // max(1, plan.updates.num_weights_of(plan.updates.ticks))
-    which = f"{len(there)} of {len(plan.updates.ticks)} groups of blocks, {share} % of the trained parameters,"
-    text = f"{which} have their home in gpu and are updated there"
+    ticks = [tick for tick in plan.updates.in_gpu_memory if tick.visit not in streamed]
+    share = 100 * plan.updates.count_weights(ticks) // max(1, plan.updates.count_weights(plan.updates.ticks))
+    counts = f"{len(ticks)} of {len(plan.updates.ticks)} groups of blocks, {share} % of the trained parameters,"
+    text = f"{counts} have their home in gpu and are updated there"
     return text + (f"; {len(streamed)} others are fetched part by part for their updates" if streamed else "")
 
 
-def _notes(plan: Plan) -> dict[Kind, str]:
+def _kind_notes(plan: Plan) -> dict[Kind, str]:
     notes: dict[Kind, str] = {}
     homes = plan.placement.homes
-    elsewhere = {access.key for access in plan.program.accesses(homes) if homes[access.key] != access.tier}
+    streamed_keys = {access.key for access in plan.program.accesses(homes) if homes[access.key] != access.tier}
     for kind in KINDS:
         blocks = [block for block in plan.program.blocks.values() if block.kind == kind]
         dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
-        away = sum(block.key in elsewhere for block in blocks)
-        where = "resident" if not away else "streamed" if away == len(blocks) else ""
-        where = where or f"{len(blocks) - away} of {len(blocks)} blocks resident, {away} streamed"
-        notes[kind] = f"{dtypes}; {where}" if blocks else "none"
+        count = sum(block.key in streamed_keys for block in blocks)
+        residence = "resident" if not count else "streamed" if count == len(blocks) else ""
+        residence = residence or f"{len(blocks) - count} of {len(blocks)} blocks resident, {count} streamed"
+        notes[kind] = f"{dtypes}; {residence}" if blocks else "none"
     if plan.program.occupants:
-        shared = {key for _, key in plan.program.occupants}
+        shared_keys = {key for _, key in plan.program.occupants}
         num_gradients = len({gradient.key for gradient in plan.program.occupants.values()})
-        notes["gradients"] += f"; {num_gradients} layers share {len(shared)} of them"
-    for what, visits in (
+        notes["gradients"] += f"; {num_gradients} layers share {len(shared_keys)} of them"
+    for subject, visits in (
         ("attention", plan.program.recompute.saved_attention),
         ("products and attention", plan.program.recompute.saved_results),
     ):
-        if saved := num_layers_of(plan.graph, plan.trace, visits):
-            verb = "is" if what == "attention" else "are"
-            notes["activations"] += f"; {what} of {saved} layers {verb} not recomputed"
+        if num_layers := num_layers_of(plan.graph, plan.trace, visits):
+            verb = "is" if subject == "attention" else "are"
+            notes["activations"] += f"; {subject} of {num_layers} layers {verb} not recomputed"
     return notes
 
 
@@ -222,8 +222,8 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
     """Return the lines about an estimate: how long resources are busy, the step time, and writes to drives."""
     lines = []
     if estimate.seconds:
-        parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in estimate.seconds.items())
-        lines.append(f"busy per step   {parts}")
+        times = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in estimate.seconds.items())
+        lines.append(f"busy per step   {times}")
     if estimate.step_s:
         line = f"predicted step  {format_duration(estimate.step_s)}{'' if estimate.is_timed else ' at best'}, "
         line += f"{estimate.tokens_per_step / estimate.step_s:,.0f} "
@@ -236,20 +236,20 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
 
 def _occasion_line(occasion: OutsideTraffic) -> str:
     """Return a line about an operation outside of steps, or "" if it moves nothing."""
-    read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
+    read_size, written_size = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
     parts = {
         "start": [
-            f"reads {read} of weights" if occasion.read_bytes else "",
-            f"writes {written} to drives" if occasion.written_bytes else "",
+            f"reads {read_size} of weights" if occasion.read_bytes else "",
+            f"writes {written_size} to drives" if occasion.written_bytes else "",
         ],
         "checkpoint": [
-            f"reads {read} through ram" if occasion.read_bytes else "",
-            f"writes {written} to output_dir" if occasion.written_bytes else "",
+            f"reads {read_size} through ram" if occasion.read_bytes else "",
+            f"writes {written_size} to output_dir" if occasion.written_bytes else "",
             f"links {format_size(occasion.linked_bytes)} on drives" if occasion.linked_bytes else "",
         ],
         "export": [
-            f"writes {written}",
-            "reads it back to check it" if read == written else f"reads {read}, also to check it",
+            f"writes {written_size}",
+            "reads it back to check it" if read_size == written_size else f"reads {read_size}, also to check it",
         ],
     }[occasion.name]
     text = ", ".join(part for part in parts if part)
@@ -265,12 +265,12 @@ def _crossing_text(estimate: Estimate) -> str:
 
 
 def _wear_line(estimate: Estimate) -> str:
-    written = estimate.written_bytes or {}
-    paths = [f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items()]
-    each = "  ".join(paths) if len(paths) > 1 else ""
-    total = sum(written.values())
+    written_bytes = estimate.written_bytes or {}
+    paths = [f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written_bytes.items()]
+    path_text = "  ".join(paths) if len(paths) > 1 else ""
+    total = sum(written_bytes.values())
     if estimate.run_written_bytes is None:
-        run = f"{format_decimal_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
+        run_text = f"{format_decimal_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
     else:
-        run = f"{format_decimal_size(sum(estimate.run_written_bytes.values()))} in this run"
-    return f"NVMe writes     {format_decimal_size(total)} per step, {run}   {each}".rstrip()
+        run_text = f"{format_decimal_size(sum(estimate.run_written_bytes.values()))} in this run"
+    return f"NVMe writes     {format_decimal_size(total)} per step, {run_text}   {path_text}".rstrip()

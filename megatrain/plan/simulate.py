@@ -20,7 +20,7 @@ from tiered.units import format_duration
 _NUM_WARM_STEPS = 2  # the first step has no update; the second may start with an empty drive queue
 _NUM_STEPS = 2
 _SHORTEST_S = 1e-6
-_MOST_LOST = 0.9  # each delay is at most this share of the time before, so that the sum converges
+_MAX_DELAY_SHARE = 0.9  # each delay is at most this share of the time before, so that the sum converges
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SimulatedRates:
     others_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     peer_bytes_per_s: float = 1e12
 
-    def of_storage(self, tier: str) -> float:
+    def storage_rate(self, tier: str) -> float:
         """Return the combined rate of reads and writes of a storage tier."""
         return self.nvme_bytes_per_s if tier == "nvme" else self.others_bytes_per_s.get(tier, 1e12)
 
@@ -62,9 +62,9 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     estimate, seconds, traffic = plan.estimate, plan.estimate.seconds, plan.traffic
     if estimate.step_s is None:
         return None
-    on_host, on_gpu = (plan.updates.num_weights(on_gpu=there) for there in (False, True))
+    num_on_host, num_on_gpu = (plan.updates.num_weights(on_gpu=is_gpu) for is_gpu in (False, True))
     products = sum(matrix_flops(plan).values()) if plan.device.type == "cuda" else 0
-    assert not (on_gpu and products), "optimizers that orthogonalize matrices do not run whole updates on a GPU"
+    assert not (num_on_gpu and products), "optimizers that orthogonalize matrices do not run whole updates on a GPU"
     flops = flops_per_token(plan) * estimate.tokens_per_step
     host_s = seconds.get("host", 0.0)
     computing_s = seconds["compute"] + host_s if plan.device.type == "cpu" else max(seconds["compute"], host_s)
@@ -73,15 +73,16 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         for name, budget in plan.budgets_by_tier.items()
         if not budget.is_addressable and name in seconds
     }
-    on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
+    rate = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
+    gpu_s = seconds.get("gpu optimizer")
     return SimulatedRates(
         nvme_bytes_per_s=storage.pop("nvme", 1e12),
         others_bytes_per_s=storage,
         flops_per_s=flops / computing_s,
-        update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
-        gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if on_gpu and "gpu optimizer" in seconds else None,
-        products_flops_per_s=products / seconds["gpu optimizer"] if products and "gpu optimizer" in seconds else None,
-        bus_bytes_per_s=on_bus,
+        update_params_per_s=num_on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
+        gpu_update_params_per_s=num_on_gpu / gpu_s if num_on_gpu and gpu_s else None,
+        products_flops_per_s=products / gpu_s if products and gpu_s else None,
+        bus_bytes_per_s=rate,
         peer_bytes_per_s=next(
             (traffic[link] / seconds[link] for link in seconds if PEER in link or NETWORK in link), 1e12
         ),
@@ -124,18 +125,18 @@ class SimulatedStep:
 
 def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> SimulatedStep:
     """Replay steps of a plan and return their mean after the warm-up."""
-    replayed = _Replay(plan, tokens_per_step, rates)
-    for number in range(_NUM_WARM_STEPS):
-        replayed.step(number)
-    before, start_s, compute_s = replayed.store.stats(), replayed.clock.now_s, replayed.compute_s
-    peer_wait_s = replayed.peer_wait_s
-    for number in range(_NUM_WARM_STEPS, _NUM_WARM_STEPS + _NUM_STEPS):
-        replayed.step(number)
-    window = replayed.store.stats() - before
-    stall_s = {**window.stall_s, PEER: replayed.peer_wait_s - peer_wait_s}
+    replay_run = _Replay(plan, tokens_per_step, rates)
+    for step_index in range(_NUM_WARM_STEPS):
+        replay_run.step(step_index)
+    stats_before, start_s, compute_s = replay_run.store.stats(), replay_run.clock.now_s, replay_run.compute_s
+    peer_wait_s = replay_run.peer_wait_s
+    for step_index in range(_NUM_WARM_STEPS, _NUM_WARM_STEPS + _NUM_STEPS):
+        replay_run.step(step_index)
+    window = replay_run.store.stats() - stats_before
+    stall_s = {**window.stall_s, PEER: replay_run.peer_wait_s - peer_wait_s}
     return SimulatedStep(
-        step_s=(replayed.clock.now_s - start_s) / _NUM_STEPS,
-        compute_s=(replayed.compute_s - compute_s) / _NUM_STEPS,
+        step_s=(replay_run.clock.now_s - start_s) / _NUM_STEPS,
+        compute_s=(replay_run.compute_s - compute_s) / _NUM_STEPS,
         stall_s={cause: seconds / _NUM_STEPS for cause, seconds in stall_s.items() if seconds},
         prefetch_on_time=window.prefetch_on_time / _NUM_STEPS,
         prefetch_late=window.prefetch_late / _NUM_STEPS,
@@ -163,8 +164,8 @@ def step_seconds(plan: Plan) -> float | None:
     """
     if not plan.run.tiers.machine.is_here:
         return plan.estimate.step_s
-    replayed = replay(plan)
-    return None if replayed is None else replayed.step_s
+    simulated = replay(plan)
+    return None if simulated is None else simulated.step_s
 
 
 class _Replay:
@@ -220,7 +221,7 @@ class _Replay:
         budgets, links = self._plan.budgets_by_tier, []
         # Reads and writes of a storage tier share one channel. A direct path omits the bus, because it is faster.
         storage = {
-            name: SimulatedChannel(self.clock, self._rates.of_storage(name))
+            name: SimulatedChannel(self.clock, self._rates.storage_rate(name))
             for name, budget in budgets.items()
             if not budget.is_addressable
         }
@@ -230,14 +231,14 @@ class _Replay:
             links.append(SimulatedLink(src, dst, channel, priority=int(dst in storage)))
         return links
 
-    def step(self, number: int) -> None:
+    def step(self, step_index: int) -> None:
         """Replay one step from the tape that the engine executes."""
         program, placement = self._plan.program, self._plan.placement
-        tape = compile_step(program, placement.homes, placement.stays, updates=number > 0, pinned=self._pinned)
+        tape = compile_step(program, placement.homes, placement.stays, updates=step_index > 0, pinned=self._pinned)
         self._pinned = tape.pinned
         for op in tape.ops:
             num_copies = self._num_copies
-            self.store.advance(number * len(program.ticks) + op.tick)
+            self.store.advance(step_index * len(program.ticks) + op.tick)
             self._run(op)
             if self._plan.ticks is not None:
                 self._compute((self._num_copies - num_copies) * self._rates.seconds_per_nvme_copy)
@@ -271,8 +272,8 @@ class _Replay:
         if op.serves is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
-    def _wait_for_peers(self, until_s: float) -> None:
-        wait_s = until_s - self.clock.now_s
+    def _wait_for_peers(self, end_s: float) -> None:
+        wait_s = end_s - self.clock.now_s
         if wait_s > _SHORTEST_S:
             self.peer_wait_s += wait_s
             self.clock.advance(wait_s)
@@ -284,8 +285,8 @@ class _Replay:
         if op.tier != "ram":
             self._queued_s += seconds
             return seconds
-        hidden, self._queued_s = min(seconds, self._queued_s), 0.0
-        return seconds - hidden
+        hidden_s, self._queued_s = min(seconds, self._queued_s), 0.0
+        return seconds - hidden_s
 
     def _orthogonalization_s(self, op: Op) -> float:
         """Return how many seconds a GPU spends on orthogonalization for an update on the host instead of on layers."""
@@ -304,8 +305,8 @@ class _Replay:
             self.clock.advance(seconds)
             if self._drive is None or self._plan.ticks is None:
                 return
-            moved = (self._drive.busy_s - before_s) * self._rates.nvme_bytes_per_s
-            seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
+            moved_bytes = (self._drive.busy_s - before_s) * self._rates.nvme_bytes_per_s
+            seconds = min(moved_bytes * self._rates.computing_s_per_nvme_byte, _MAX_DELAY_SHARE * seconds)
 
     def _seconds(self, op: Op) -> float:
         """Return a tick's measured seconds, or an estimate from its FLOPs or updated parameters."""
@@ -314,6 +315,6 @@ class _Replay:
         if op.phase == "update":
             blocks = self._plan.program.blocks
             num_params = sum(blocks[use.key].num_elements for use in op.uses if blocks[use.key].kind == "weights")
-            on_gpu = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
-            return num_params / (on_gpu or self._rates.update_params_per_s)
+            gpu_rate = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
+            return num_params / (gpu_rate or self._rates.update_params_per_s)
         return self._flops[op.tick] * self._tokens / self._rates.flops_per_s  # 0 for collectives

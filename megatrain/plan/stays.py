@@ -31,20 +31,20 @@ class RetainedCopy:
     nbytes: int
 
     @property
-    def num_held(self) -> int:
+    def num_held_ticks(self) -> int:
         """Number of ticks at which the copy takes extra memory."""
         return sum(map(len, self.between)) + len(self.ends)
 
     @property
-    def held(self) -> Iterator[int]:
+    def held_ticks(self) -> Iterator[int]:
         """Ticks at which the copy takes extra memory."""
         return chain(*self.between, self.ends)
 
-    def fits(self, left: Sequence[int]) -> bool:
-        """Return whether the copy fits in ``left``, the free bytes at every tick."""
-        if any(left[end] < self.nbytes for end in self.ends):
+    def fits(self, free_bytes: Sequence[int]) -> bool:
+        """Return whether the copy fits in ``free_bytes``, the free bytes at every tick."""
+        if any(free_bytes[end] < self.nbytes for end in self.ends):
             return False
-        return all(min(left[each.start : each.stop]) >= self.nbytes for each in self.between)
+        return all(min(free_bytes[ticks.start : ticks.stop]) >= self.nbytes for ticks in self.between)
 
 
 def choose_stays(
@@ -61,75 +61,75 @@ def choose_stays(
         room: Free bytes for stays at every tick, by tier.
         buffers: Buffers that must still fit, by tier. Each chosen stay is added to them.
     """
-    left = {tier: list(by_tick) for tier, by_tick in room.items()}
-    chosen: dict[tuple[int, str], int] = {}
-    for stay in sorted(_possible_stays(program, homes, slot_bytes), key=lambda stay: (stay.num_held, stay.start)):
-        if not stay.fits(left[stay.tier]):
+    free_bytes = {tier: list(by_tick) for tier, by_tick in room.items()}
+    stays: dict[tuple[int, str], int] = {}
+    for copy in sorted(_possible_stays(program, homes, slot_bytes), key=lambda stay: (stay.num_held_ticks, stay.start)):
+        if not copy.fits(free_bytes[copy.tier]):
             continue
-        if buffers is None or stay.tier not in buffers or buffers[stay.tier].add(stay, len(program.ticks)):
-            for tick in stay.held:
-                left[stay.tier][tick] -= stay.nbytes
-            chosen[stay.start, stay.key] = stay.stop
-    return chosen
+        if buffers is None or copy.tier not in buffers or buffers[copy.tier].add(copy, len(program.ticks)):
+            for tick in copy.held_ticks:
+                free_bytes[copy.tier][tick] -= copy.nbytes
+            stays[copy.start, copy.key] = copy.stop
+    return stays
 
 
 def _possible_stays(
     program: StepProgram, homes: Mapping[str, str], slot_bytes: Mapping[str, Callable[[int], int]]
 ) -> Iterator[RetainedCopy]:
-    length = len(program.ticks)
-    for key, uses in _uses(program).items():
+    num_ticks = len(program.ticks)
+    for key, uses in _uses_by_key(program).items():
         for (start, _), (stop, mode) in zip(uses, uses[1:] + uses[:1], strict=True):
-            tick, following = program.ticks[start], program.ticks[stop]
+            tick, next_tick = program.ticks[start], program.ticks[stop]
             tier = program.tier_of(tick, homes)
-            if start == stop or homes[key] == tier or tier != program.tier_of(following, homes):
+            if start == stop or homes[key] == tier or tier != program.tier_of(next_tick, homes):
                 continue
             if key in tick.spent or mode == "w":  # the next use does not read the current contents
                 continue
-            between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
+            between = [range(start + 1, stop)] if stop > start else [range(start + 1, num_ticks), range(stop)]
             # Working sets count held blocks, but only one passing group, so other copies take extra memory.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
             yield RetainedCopy(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
 
 
-def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
+def _uses_by_key(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
     uses: dict[str, list[tuple[int, str]]] = {}
-    for number, tick in enumerate(program.ticks):
+    for tick_index, tick in enumerate(program.ticks):
         for key, mode in tick.uses:
-            uses.setdefault(key, []).append((number, mode))
+            uses.setdefault(key, []).append((tick_index, mode))
     return uses
 
 
-def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
+def _pair_starts(ticks: Iterable[int], num_ticks: int) -> set[int]:
     """Return the first tick of each pair of consecutive ticks that contains one of ``ticks``."""
-    return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
+    return {(tick - offset) % num_ticks for tick in ticks for offset in (0, 1)}
 
 
 class BufferBudget:
     """Buffers for the copies that two consecutive ticks need, counted per size, within a limit in bytes."""
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
-        counts = CopyWindows(copies).counts(2)
-        self._counts: dict[int, list[int]] = {size: of_windows.tolist() for size, of_windows in counts.items()}
-        self._most: dict[int, int] = {size: max(counts) for size, counts in self._counts.items()}
-        self._left_bytes = room_bytes - sum(size * count for size, count in self._most.items())
+        counts = CopyWindows(copies).buffer_counts(2)
+        self._counts: dict[int, list[int]] = {size: window_counts.tolist() for size, window_counts in counts.items()}
+        self._max_counts: dict[int, int] = {size: max(counts) for size, counts in self._counts.items()}
+        self._free_bytes = room_bytes - sum(size * count for size, count in self._max_counts.items())
 
     @property
     def missing_bytes(self) -> int:
         """Bytes by which the buffers exceed the available memory; 0 if they fit."""
-        return max(0, -self._left_bytes)
+        return max(0, -self._free_bytes)
 
-    def add(self, stay: RetainedCopy, num_ticks: int) -> bool:
+    def add(self, copy: RetainedCopy, num_ticks: int) -> bool:
         """Add a copy that stays, if its buffer fits. Return whether it was added."""
-        used = {stay.start, stay.stop} - {*stay.held}  # these ticks' counts already include the copy
-        windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)
-        counts = self._counts.setdefault(stay.nbytes, [0] * num_ticks)
-        before = self._most.get(stay.nbytes, 0)
-        most = max([before, *(counts[number] + 1 for number in windows)])
-        if (most - before) * stay.nbytes > self._left_bytes:
+        counted_ticks = {copy.start, copy.stop} - {*copy.held_ticks}  # these ticks' counts already include the copy
+        windows = _pair_starts(copy.held_ticks, num_ticks) - _pair_starts(counted_ticks, num_ticks)
+        counts = self._counts.setdefault(copy.nbytes, [0] * num_ticks)
+        old_count = self._max_counts.get(copy.nbytes, 0)
+        new_count = max([old_count, *(counts[window] + 1 for window in windows)])
+        if (new_count - old_count) * copy.nbytes > self._free_bytes:
             return False
-        for number in windows:
-            counts[number] += 1
-        self._most[stay.nbytes] = most
-        self._left_bytes -= (most - before) * stay.nbytes
+        for window in windows:
+            counts[window] += 1
+        self._max_counts[copy.nbytes] = new_count
+        self._free_bytes -= (new_count - old_count) * copy.nbytes
         return True

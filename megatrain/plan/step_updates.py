@@ -29,10 +29,10 @@ class StepUpdates:
 
     def num_weights(self, *, on_gpu: bool) -> int:
         """Return the number of weights that a step updates, on a GPU or on the host (which can emulate a GPU)."""
-        there = self.in_gpu_memory if self._has_gpu else ()
-        return self.num_weights_of(there if on_gpu else [tick for tick in self.ticks if tick not in there])
+        gpu_ticks = self.in_gpu_memory if self._has_gpu else ()
+        return self.count_weights(gpu_ticks if on_gpu else [tick for tick in self.ticks if tick not in gpu_ticks])
 
-    def num_weights_of(self, updates: Iterable[Tick]) -> int:
+    def count_weights(self, updates: Iterable[Tick]) -> int:
         """Return the number of weights that these updates change."""
         blocks = [self._blocks[key] for tick in updates for key, _ in tick.uses]
         return sum(block.num_elements for block in blocks if block.kind == "weights")

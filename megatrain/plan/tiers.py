@@ -89,11 +89,12 @@ def claim_folders(plan: Plan) -> None:
             folders.append(run.output_dir / CHECKPOINTS_NAME)
         for folder in folders:
             claim_directory(folder)
-    first = run.world.host_index * run.world.local_size
-    own = {replace(run.world, rank=first + rank).rank_folder(Path()).name for rank in range(run.world.local_size)}
+    first_rank = run.world.host_index * run.world.local_size
+    ranks = range(first_rank, first_rank + run.world.local_size)
+    own_names = {replace(run.world, rank=rank).rank_folder(Path()).name for rank in ranks}
     for drive in run.tiers.table.nvme:
         for folder in Path(drive.path).glob(RANK_FOLDERS):
-            if folder.name not in own:
+            if folder.name not in own_names:
                 with contextlib.suppress(TieredError):  # another run uses this folder
                     claim_directory(folder)
 
@@ -106,25 +107,25 @@ def make_tiers(
     Raises:
         ModelFolderError: If the folder has changed since planning.
     """
-    made: list[Tier] = []
+    tiers: list[Tier] = []
     for budget in plan.budgets_by_tier.values():
         if not budget.is_read_only:
-            made.append(make_tier(plan, budget, on_notice))
+            tiers.append(make_tier(plan, budget, on_notice))
         elif loader is not None:
             source = _folder_source(plan, loader)
-            made.append(SourceTier(source, name=FOLDER, path="file", num_threads=NUM_READERS))
-    return made
+            tiers.append(SourceTier(source, name=FOLDER, path="file", num_threads=NUM_READERS))
+    return tiers
 
 
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
     layouts = plan.graph.layouts.values()
     blocks = plan.program.blocks
-    wanted = {key: each for each in layouts if (key := weight_key(each.name)) in blocks and blocks[key].in_place}
-    found = frozen_blocks(loader, wanted.values(), plan.graph.dtype)
-    for key, layout in wanted.items():
-        if layout.name not in found or found[layout.name].nbytes != blocks[key].nbytes:
+    in_place = {key: each for each in layouts if (key := weight_key(each.name)) in blocks and blocks[key].in_place}
+    frozen = frozen_blocks(loader, in_place.values(), plan.graph.dtype)
+    for key, layout in in_place.items():
+        if layout.name not in frozen or frozen[layout.name].nbytes != blocks[key].nbytes:
             raise ModelFolderError(loader.origin.folder.path, f"has changed since planning: {layout.name}")
-    return FolderSource({key: found[layout.name] for key, layout in wanted.items()}, plan.graph.dtype)
+    return FolderSource({key: frozen[layout.name] for key, layout in in_place.items()}, plan.graph.dtype)
 
 
 def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
@@ -155,7 +156,7 @@ def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 
 @contextmanager
-def step_memory_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
+def lend_step_memory(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
     """Within the context, let the passes of another plan use the memory that a plan's steps use.
 
     Both plans must have the same weights and optimizer state. Enter the context between two steps, without pending
@@ -220,53 +221,53 @@ def check_drives(plan: Plan) -> None:
     needs = _drive_needs(plan)
     for path in spec.drives:  # each rank on a host needs these bytes
         needs[path] *= world.local_size
-    owned = _owned_bytes(spec, world)
+    owned_bytes = _owned_bytes(spec, world)
     drives: dict[int, list[Path]] = {}
     for path in needs:
         drives.setdefault(file_system_number(path), []).append(path)
     for paths in drives.values():
-        have = disk_usage(paths[0]).free + sum(owned[path] for path in paths)
-        need = sum(needs[path] for path in paths)
-        if need > have:
-            raise DoesNotFitError(_drive_shortfall(plan, paths, need, have))
+        free_bytes = disk_usage(paths[0]).free + sum(owned_bytes[path] for path in paths)
+        need_bytes = sum(needs[path] for path in paths)
+        if need_bytes > free_bytes:
+            raise DoesNotFitError(_drive_shortfall(plan, paths, need_bytes, free_bytes))
 
 
 def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
     """Return the bytes that earlier starts of the run wrote, by path, for all ranks of a host."""
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
-    neighbours = [replace(world, rank=world.host_index * world.local_size + rank) for rank in range(world.local_size)]
-    owned = {
-        path: sum(own_drive_bytes(rank.rank_folder(path), rank.rank_folder(checkpoints)) for rank in neighbours)
+    host_ranks = [replace(world, rank=world.host_index * world.local_size + rank) for rank in range(world.local_size)]
+    nbytes = {
+        path: sum(own_drive_bytes(rank.rank_folder(path), rank.rank_folder(checkpoints)) for rank in host_ranks)
         for path in spec.drives
     }
     own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
     sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
-    owned[checkpoints] = sum(sizes.values())  # counted by inode, because copies can be links to checkpoint files
-    return owned
+    nbytes[checkpoints] = sum(sizes.values())  # counted by inode, because copies can be links to checkpoint files
+    return nbytes
 
 
-def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) -> Shortfall:
+def _drive_shortfall(plan: Plan, paths: Sequence[Path], need_bytes: int, free_bytes: int) -> Shortfall:
     """Return the shortfall for a drive that is too small, with the settings that determine the used space."""
     spec = plan.run.checkpoint
     table, checkpoints = spec.table, spec.output_dir / CHECKPOINTS_NAME
     tier = "output_dir" if paths == [checkpoints] else "nvme"
     place = f"output_dir ({spec.output_dir})" if tier == "output_dir" else paths[0]
-    message = f"does not fit: the drive of {place} has {format_size(have)} free"
-    message += f", but this run needs at least {format_size(need)} there"
+    message = f"does not fit: the drive of {place} has {format_size(free_bytes)} free"
+    message += f", but this run needs at least {format_size(need_bytes)} there"
     advice = "Free space, or use another drive."
     reserve = table.min_free_disk if checkpoints in paths else 0
     if reserve:
-        message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
+        message += f": {format_size(need_bytes - reserve)} to write, and {format_size(reserve)} that stay free"
         message += " (checkpoint.min_free_disk)"
-        if need - reserve < have:
+        if need_bytes - reserve < free_bytes:
             advice = "Lower checkpoint.min_free_disk, free space, or use another drive."
-    on_drives = any(path != checkpoints for path in paths)
-    if table.num_generations and (on_drives or plan.checkpoint.in_output_dir):
+    uses_drives = any(path != checkpoints for path in paths)
+    if table.num_generations and (uses_drives or plan.checkpoint.in_output_dir):
         advice += f" {table.num_generations} checkpoints are part of this: lower checkpoint.save_total_limit."
     if checkpoints in paths and table.num_copies and plan.checkpoint.on_drives:
         size = format_size(table.num_copies * plan.checkpoint.on_drives * plan.run.world.size)
         advice += f" {size} of this is for whole copies: checkpoint.save_copy."
-    return Shortfall(tier, need, have, advice, message=message)
+    return Shortfall(tier, need_bytes, free_bytes, advice, message=message)
 
 
 def _drive_needs(plan: Plan) -> Counter[Path]:
@@ -276,14 +277,14 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
     needs = Counter[Path]()
     for key, block in plan.program.blocks.items():
         if plan.placement.homes[key] == "nvme":
-            cut = plan_chunks(block.nbytes, tiers.rates, tiers.file_bytes)
-            sets = 1 + (table.num_generations if block.is_saved else 0)
-            for path_index, count in Counter(cut.path_of_chunk).items():
-                needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
+            chunks = plan_chunks(block.nbytes, tiers.rates, tiers.file_bytes)
+            num_copies = 1 + (table.num_generations if block.is_saved else 0)
+            for path_index, count in Counter(chunks.path_of_chunk).items():
+                needs[spec.drives[path_index]] += num_copies * chunks.chunk_bytes * count
     if table.is_on:
         # All ranks write their parts of a checkpoint into the same folder.
-        of_all = plan.checkpoint.in_output_dir * plan.run.world.size
-        in_output_dir = table.num_generations * of_all + table.min_free_disk
-        in_output_dir += table.num_copies * plan.checkpoint.on_drives * plan.run.world.size
-        needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
+        checkpoint_bytes = plan.checkpoint.in_output_dir * plan.run.world.size
+        output_bytes = table.num_generations * checkpoint_bytes + table.min_free_disk
+        output_bytes += table.num_copies * plan.checkpoint.on_drives * plan.run.world.size
+        needs[spec.output_dir / CHECKPOINTS_NAME] += output_bytes
     return needs

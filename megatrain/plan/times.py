@@ -33,10 +33,10 @@ class MeasuredTicks:
     @property
     def note(self) -> str:
         """Summary of the measurement, as one line of the report."""
-        what = f"{self.num_steps} steps of this model"
+        steps = f"{self.num_steps} steps of this model"
         if self.is_extrapolated:
-            what += f" with {self.num_micro_batches} micro-batches each, extrapolated to all micro-batches"
-        return f"computing       measured: {what}, in {format_size(self.memory_bytes)} of RAM"
+            steps += f" with {self.num_micro_batches} micro-batches each, extrapolated to all micro-batches"
+        return f"computing       measured: {steps}, in {format_size(self.memory_bytes)} of RAM"
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,36 +78,36 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
             ``plan_run``.
     """
     capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
-    of_ranks: Sequence[_RankResources] = gather(_RankResources(capacities, _rates_of(run)))
-    for rank, other in enumerate(of_ranks):
-        if other.capacities.keys() != of_ranks[0].capacities.keys():
+    resources: Sequence[_RankResources] = gather(_RankResources(capacities, _rates_of(run)))
+    for rank, other in enumerate(resources):
+        if other.capacities.keys() != resources[0].capacities.keys():
             raise RanksDifferError(
-                f"the ranks do not have the same tiers. Rank 0: {', '.join(of_ranks[0].capacities)}. Rank {rank}: "
+                f"the ranks do not have the same tiers. Rank 0: {', '.join(resources[0].capacities)}. Rank {rank}: "
                 f"{', '.join(other.capacities)}. Start all of them with the same config, on the same kind of machine"
             )
-    least = {name: min(other.capacities[name] for other in of_ranks) for name in capacities}
-    rates = slowest_rates([other.rates for other in of_ranks], run.world.rank, _locations(run))
+    min_capacities = {name: min(other.capacities[name] for other in resources) for name in capacities}
+    rates = slowest_rates([other.rates for other in resources], run.world.rank, _locations(run))
     run = replace(run, tiers=replace(run.tiers, machine=_SlowestMachine(rates)))
-    plan = plan_run(run, capacities=least)
+    plan = plan_run(run, capacities=min_capacities)
     if any(gather(bool(plan.program.cuts.passing))) and not plan.program.cuts.passing:
         # If one rank must process the vocabulary in parts, all ranks must do so, because parts change the collectives.
-        plan = plan_run(run, like=plan, capacities=least, passes_parts=True)
-    plan = limit_gathers_ahead(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
+        plan = plan_run(run, like=plan, capacities=min_capacities, passes_parts=True)
+    plan = limit_gathers_ahead(plan, min(gather(plan.program.sharding.gathers_ahead)), min_capacities)
     return replace(plan, estimate=_with_slowest_step(plan.estimate, run, gather))
 
 
-def limit_gathers_ahead(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
-    """Return this rank's plan with weights gathered at most ``most_ahead`` visits ahead.
+def limit_gathers_ahead(plan: Plan, max_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
+    """Return this rank's plan with weights gathered at most ``max_ahead`` visits ahead.
 
-    ``most_ahead`` is the minimum over all ranks, because ranks have different amounts of free memory.
+    ``max_ahead`` is the minimum over all ranks, because ranks have different amounts of free memory.
     """
-    if plan.program.sharding.gathers_ahead <= most_ahead:
+    if plan.program.sharding.gathers_ahead <= max_ahead:
         return plan
     return plan_run(
         plan.run,
         like=plan,
         capacities=capacities,
-        most_ahead=most_ahead,
+        max_ahead=max_ahead,
         passes_parts=bool(plan.program.cuts.passing),
     )
 
@@ -117,15 +117,15 @@ def _with_slowest_step(estimate: Estimate, run: RunSpec, gather: Gather) -> Esti
 
     If one rank cannot predict a step, for example because its drives were not measured, no rank predicts it.
     """
-    of_ranks: Sequence[tuple[float | None, str | None]] = gather((estimate.step_s, estimate.bound_by))
-    seconds = [step_s for step_s, _ in of_ranks if step_s is not None]
-    if len(seconds) < len(of_ranks):
+    estimates: Sequence[tuple[float | None, str | None]] = gather((estimate.step_s, estimate.bound_by))
+    seconds = [step_s for step_s, _ in estimates if step_s is not None]
+    if len(seconds) < len(estimates):
         return replace(estimate, step_s=None, bound_by=None, crossing_tokens=None)
-    slowest = seconds.index(max(seconds))
-    if estimate.step_s == seconds[slowest]:
+    slowest_rank = seconds.index(max(seconds))
+    if estimate.step_s == seconds[slowest_rank]:
         return estimate
-    note = f"predicted step  of {run.world.name_of(slowest)}, the slowest rank"
-    step_s, bound_by = of_ranks[slowest]
+    note = f"predicted step  of {run.world.name_of(slowest_rank)}, the slowest rank"
+    step_s, bound_by = estimates[slowest_rank]
     return replace(estimate, step_s=step_s, bound_by=bound_by, notes=(*estimate.notes, note))
 
 
@@ -134,7 +134,7 @@ def _with_slowest_step(estimate: Estimate, run: RunSpec, gather: Gather) -> Esti
 
 def _locations(run: RunSpec) -> dict[str, Path]:
     """Return the locations of this rank's files, under names that are the same on all ranks."""
-    drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.table.nvme)}
+    drives = {f"tiers.nvme.{index}": drive.path for index, drive in enumerate(run.tiers.table.nvme)}
     return {**drives, "output_dir": run.output_dir, "the model's folder": Path(run.model.folder)}
 
 
@@ -145,81 +145,81 @@ def _rates_of(run: RunSpec) -> RankRates:
     return RankRates(world.name_of(world.rank, world.host), machine, drives, loaded.note)
 
 
-def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str, Path]) -> LoadedProfile:
+def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping[str, Path]) -> LoadedProfile:
     """Return the profile with which a rank plans: for every rate, the lowest measured value over all ranks.
 
     A rate that was not measured on every rank is unknown.
 
     Args:
         rank: Rank that plans. The names of drives differ between ranks.
-        places: Locations on this rank, under the names in ``RankRates.drives``.
+        locations: Locations on this rank, under the names in ``RankRates.drives``.
     """
-    unmeasured = [each.name for each in of_ranks if each.machine is None]
+    unmeasured = [each.name for each in rank_rates if each.machine is None]
     if unmeasured:
-        note = f"rates           of {_listed(unmeasured)} not measured: run `megatrain-tier doctor` there"
-        return LoadedProfile(None, of_ranks[rank].note, ranks=(note,) if len(unmeasured) < len(of_ranks) else ())
-    slower: set[int] = set()
-    machines = [each.machine for each in of_ranks if each.machine is not None]
-    machine = _slowest(machines, rank, slower)
+        note = f"rates           of {_join_names(unmeasured)} not measured: run `megatrain-tier doctor` there"
+        return LoadedProfile(None, rank_rates[rank].note, ranks=(note,) if len(unmeasured) < len(rank_rates) else ())
+    slower_ranks: set[int] = set()
+    machines = [each.machine for each in rank_rates if each.machine is not None]
+    machine = _slowest(machines, rank, slower_ranks)
     drives: dict[str, DriveProfile] = {}
     unknown: set[str] = set()
     lines: list[str] = []
-    for place, path in places.items():
+    for location, path in locations.items():
         key = file_system_of(path).key
-        found = [each.drives[place] for each in of_ranks]
-        measured = [each for each in found if each is not None]
-        if len(measured) < len(found):
+        profiles = [each.drives[location] for each in rank_rates]
+        measured = [each for each in profiles if each is not None]
+        if len(measured) < len(profiles):
             unknown.add(key)
-            names = [each.name for each, drive in zip(of_ranks, found, strict=True) if drive is None]
+            names = [each.name for each, drive in zip(rank_rates, profiles, strict=True) if drive is None]
             if measured:
-                lines.append(f"rates           of {_listed(names)}, drive of {place}: not measured")
+                lines.append(f"rates           of {_join_names(names)}, drive of {location}: not measured")
             continue
-        drive = _slowest(measured, rank, slower)
+        drive = _slowest(measured, rank, slower_ranks)
         # Locations on one drive here may be on different drives on another rank.
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
     known = {key: drive for key, drive in drives.items() if key not in unknown}
-    if slower:
-        names = [of_ranks[each].name for each in sorted(slower)]
-        lines.append(f"rates           the lowest of {len(of_ranks)} ranks; rates of {_listed(names)} are lower")
+    if slower_ranks:
+        names = [rank_rates[each].name for each in sorted(slower_ranks)]
+        lines.append(f"rates           the lowest of {len(rank_rates)} ranks; rates of {_join_names(names)} are lower")
     return LoadedProfile(machine.model_copy(update={"drives": known}), ranks=tuple(lines))
 
 
-def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
+def _slowest(records: Sequence[_Record], rank: int, slower_ranks: set[int]) -> _Record:
     """Return the rank's own record, with each rate replaced by the lowest rate over all ranks.
 
     Args:
-        slower: Output set: ranks that have a lower rate than another rank are added to it.
+        slower_ranks: Output set: ranks that have a lower rate than another rank are added to it.
     """
     changes: dict[str, Any] = {}
-    for name in type(records[own]).model_fields:
+    for name in type(records[rank]).model_fields:
         values = [getattr(each, name) for each in records]
         if name in _LOSSES or name in _LIMITS:
             known = [value for value in values if value is not None]
-            pick = max if name in _LOSSES else min
-            changes[name] = pick(known, default=None)
-            slower.update(_slowest_indices(values, changes[name]))
+            choose = max if name in _LOSSES else min
+            changes[name] = choose(known, default=None)
+            slower_ranks.update(_slowest_indices(values, changes[name]))
         elif name in ("measured_at", "is_quick"):
             changes[name] = min(values) if name == "measured_at" else any(values)
         elif name == "gpu":
             has_all = all(value is not None for value in values)
-            changes[name] = _slowest(values, own, slower) if has_all else None
-        elif name.endswith("_per_s") and isinstance(values[own], dict):
-            kinds = [kind for kind in values[own] if all(kind in each for each in values)]
+            changes[name] = _slowest(values, rank, slower_ranks) if has_all else None
+        elif name.endswith("_per_s") and isinstance(values[rank], dict):
+            kinds = [kind for kind in values[rank] if all(kind in each for each in values)]
             changes[name] = {kind: min(each[kind] for each in values) for kind in kinds}
             for kind, lowest in changes[name].items():
-                slower.update(_slowest_indices([each[kind] for each in values], lowest))
+                slower_ranks.update(_slowest_indices([each[kind] for each in values], lowest))
         elif name.endswith("_per_s"):
             changes[name] = None if None in values else min(values)
-            slower.update(_slowest_indices(values, changes[name]))
-    return records[own].model_copy(update=changes)
+            slower_ranks.update(_slowest_indices(values, changes[name]))
+    return records[rank].model_copy(update=changes)
 
 
 def _slowest_indices(values: Sequence[float | None], slowest: float | None) -> list[int]:
     """Return the indices of the values that equal ``slowest``, or none if all values are equal."""
     if slowest is None or all(value == slowest for value in values):
         return []
-    return [number for number, value in enumerate(values) if value == slowest]
+    return [index for index, value in enumerate(values) if value == slowest]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

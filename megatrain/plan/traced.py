@@ -52,7 +52,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
     fused = find_fused(graph)[0] if run.optimizer.optim == "muon" else None
     optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed, fused=fused)
     compute_tier = run.tiers.compute_tier(run.device)
-    device_optimizer, host_updates = _device_optimizer(optimizer, run.traced_on, compute_tier)
+    device_optimizer, host_updates = _device_optimizer(optimizer, run.trace_device, compute_tier)
     in_place, encodings = find_frozen(run, graph)
     return TracedModel(
         run=run,
@@ -75,10 +75,10 @@ def _choose_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
     if run.model.table.use_liger_kernel == "auto":
         if like is not None and like.run.device.type == run.device.type:
             run = run.with_kernels(use_liger_kernel=like.run.uses_liger)
-        elif takes_liger_kernels(run):
-            wanted = run.with_kernels(use_liger_kernel=True)
+        elif can_use_liger_kernels(run):
+            liger_run = run.with_kernels(use_liger_kernel=True)
             try:
-                return wanted, make_graph(wanted)
+                return liger_run, make_graph(liger_run)
             except UnsupportedModelError:  # if the model itself is unsupported, the next attempt raises again
                 run = run.with_kernels(use_liger_kernel=False)
         else:
@@ -88,30 +88,30 @@ def _choose_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
     return run, make_graph(run)
 
 
-def takes_liger_kernels(run: RunSpec) -> bool:
+def can_use_liger_kernels(run: RunSpec) -> bool:
     """Return whether ``use_liger_kernel = "auto"`` uses liger's kernels for a run, if they support its model."""
-    is_open = run.model.table.compiler is None and run.task != "distill"
-    return is_open and run.device.type == "cuda" and has_liger_kernels()
+    is_allowed = run.model.table.compiler is None and run.task != "distill"
+    return is_allowed and run.device.type == "cuda" and has_liger_kernels()
 
 
 def _trace_with_flash(
     run: RunSpec, graph: ModelGraph, padded: bool, like: TracedModel | None
 ) -> tuple[RunSpec, VisitTrace, str]:
     """Choose flash attention and trace. Return the run, its trace, and a reason for torch's kernels or ""."""
-    is_open, note = run.model.table.flash_attention == "auto", ""
-    if is_open and like is not None and like.run.device.type == run.device.type:
+    is_auto, note = run.model.table.flash_attention == "auto", ""
+    if is_auto and like is not None and like.run.device.type == run.device.type:
         run = run.with_kernels(flash_attention=like.run.flash)
-    elif is_open:
+    elif is_auto:
         kernels, note = choose_flash(run)
         run = run.with_kernels(flash_attention=kernels)
     elif run.flash != "FA2":
         check_flash(run)
-    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run) and like.padded == padded:
+    if like is not None and graph is like.graph and _trace_key(like.run) == _trace_key(run) and like.padded == padded:
         return run, like.trace, note
     try:
         return run, trace_run(run, graph, padded=padded), note
     except UnsupportedModelError as error:
-        if not is_open or run.flash == "FA2":
+        if not is_auto or run.flash == "FA2":
             raise
         note = _flash_note(error.problem.partition(". Write")[0])
         run = run.with_kernels(flash_attention="FA2")
@@ -124,7 +124,7 @@ def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
         return "FA2", ""
     if run.model.table.compiler is not None:
         return "FA2", _flash_note("model.compile makes its own graphs")
-    planned_gpu = _planned_gpu(run)
+    planned_gpu = _planned_gpu_name(run)
     kernels = flash_of_gpu(run.device, planned_gpu)
     if kernels == "FA2":
         return "FA2", _flash_note("FA3 and FA4 have no kernels for this GPU")
@@ -141,12 +141,12 @@ def check_flash(run: RunSpec) -> None:
     if run.device.type != "cuda":
         reason = "it needs a GPU"
     else:
-        reason = why_unusable(run.flash, run.device, _planned_gpu(run))
+        reason = why_unusable(run.flash, run.device, _planned_gpu_name(run))
     if reason:
         raise unsupported_flash(run.flash, reason)
 
 
-def _planned_gpu(run: RunSpec) -> str | None:
+def _planned_gpu_name(run: RunSpec) -> str | None:
     """Return the name of a GPU that is not in this machine, or None for this machine's GPU."""
     machine = run.tiers.machine
     return None if machine.is_here else machine.gpu_name(run.device)
@@ -156,7 +156,7 @@ def _flash_note(reason: str) -> str:
     return f"model.flash_attention: FA2, torch's own kernels: {reason}"
 
 
-def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
+def _trace_key(run: RunSpec) -> tuple[str, int, int, str]:
     """Return all inputs of a trace except the model. They include the device, because GPU and CPU kernels differ."""
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
@@ -190,8 +190,8 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
     check_positions(run.model, run.batch.max_length, graph)
     # Trace with the run's settings, because they determine the kernels and the kernels' memory.
     with (
-        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
-        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+        deterministic_kernels(run.trace_device, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.has_fake_gpu),
         flash_planned(run.flash),
     ):
         return trace_visits(
@@ -199,16 +199,16 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
             run.batch.micro_batch_rows,
             run.batch.max_length,
             run.dtype,
-            device=run.traced_on,
+            device=run.trace_device,
             objective=run.objective,
             padded=padded,
             is_compiled=run.model.table.compiler is not None,
-            example=_example(run),
+            example=_example_batch(run),
             top_k=top_k,
         )
 
 
-def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
+def _example_batch(run: RunSpec) -> Mapping[str, Tensor] | None:
     """Return an example micro-batch with the run's maximum number of images, or None without images."""
     if run.data.images_folder is None:
         return None
@@ -256,7 +256,7 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
     modules = {name: module for name, module in graph.model.named_modules() if isinstance(module, nn.Embedding)}
     head = graph.model.get_output_embeddings()
     modules |= {name: module for name, module in graph.model.named_modules() if module is head}
-    names = (f"{path}.{own}" for path, module in modules.items() for own, _ in module.named_parameters())
+    names = (f"{path}.{parameter}" for path, module in modules.items() for parameter, _ in module.named_parameters())
     return frozenset(graph.owner_of.get(name, name) for name in names)
 
 

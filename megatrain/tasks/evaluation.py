@@ -23,7 +23,7 @@ from megatrain.data.token_dataset import HELD_OUT_NAME, describe, held_out_part
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.stepping import model_for_passes
-from megatrain.plan.tiers import step_memory_lent
+from megatrain.plan.tiers import lend_step_memory
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.collectives import SingleRank, make_collectives
 from megatrain.tasks.continuation import Continuation, StoppedError
@@ -236,7 +236,7 @@ def count_pass_traffic(plan: Plan, num_passes: int) -> dict[str, int]:
     """
     program = model_for_passes(plan).program
     placement = plan.placement
-    moved = Traffic(program, placement.routes, placement.homes, {}).of_first_step()
+    moved = Traffic(program, placement.routes, placement.homes, {}).first_step_bytes()
     return {link: num_passes * nbytes for link, nbytes in moved.items()}
 
 
@@ -335,7 +335,7 @@ class Evaluator:
         self._timeline.is_recording = False
         for weights, plan in self._plans.items():
             due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
-            room = step_memory_lent(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
+            room = lend_step_memory(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
             with room:
                 for each in due:
                     if not self._evaluate(step, each, weights):
@@ -522,7 +522,7 @@ class Sampler:
         )
         found: list[tuple[int, ...]] = []
         rank, size, together = own.run.world.rank, own.run.world.size, own.run.batch.num_rows
-        with step_memory_lent(store, self._plan, own):
+        with lend_step_memory(store, self._plan, own):
             try:
                 for first in range(0, len(rows), together * size):
                     start = first + rank * together

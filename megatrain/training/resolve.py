@@ -133,12 +133,12 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     return BatchSpec(
         num_rows=config.rows_per_step,
         max_length=config.data.max_length,
-        given_rows=config.micro_batch_size,
+        configured_rows=config.micro_batch_size,
         # Flash attention can separate packed documents only in micro-batches of one row.
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
         order="micro_batch" if config.advanced.micro_batch_order == "micro_batch" else "layer",
         rows_per_example=config.rows_per_example,
-        aimed_tokens=MICRO_BATCH_TOKENS[device],
+        target_tokens=MICRO_BATCH_TOKENS[device],
         num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,
     )
 

@@ -289,8 +289,8 @@ def with_checkpoint_settings(run: RunSpec) -> RunSpec:
         return run
     batch = run.batch
     lanes = settings.num_lanes if batch.num_lanes is None else batch.num_lanes
-    tokens = batch.aimed_tokens if settings.micro_batch_tokens is None else settings.micro_batch_tokens
-    run = replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
+    tokens = batch.target_tokens if settings.micro_batch_tokens is None else settings.micro_batch_tokens
+    run = replace(run, batch=replace(batch, num_lanes=lanes, target_tokens=tokens))
     is_auto = run.model.table.use_liger_kernel == "auto"
     run = run.with_kernels(use_liger_kernel=settings.uses_liger) if is_auto else run
     return run.with_kernels(flash_attention=settings.flash) if run.model.table.flash_attention == "auto" else run
@@ -308,7 +308,7 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
         "dtype": str(graph.dtype).removeprefix("torch."),
         "device": plan.device.type,
         "attention": graph.model.config._attn_implementation,
-        "micro_batch_tokens": plan.run.batch.aimed_tokens,
+        "micro_batch_tokens": plan.run.batch.target_tokens,
         "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
         "decays": _decays_checksum(plan, plan.run.optimizer.weight_decay_exclude),
         **threads,

@@ -86,7 +86,7 @@ def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path
     for name, plan in plans.items():
         kinds = {key for key, block in plan.program.blocks.items() if block.kind == "gradients"}
         traffic = Traffic(plan.program, plan.placement.routes, plan.placement.homes, plan.placement.stays)
-        moved[name] = traffic.of_step(kinds.__contains__)
+        moved[name] = traffic.step_bytes(kinds.__contains__)
     assert 0 < moved["late"]["nvme->ram"] <= gradient_bytes and 0 < moved["late"]["ram->nvme"] <= gradient_bytes
     # A tied weight's gradient lives from the head to the embedding, and has to be evicted meanwhile.
     of_tied = 4 * plans["soon"].graph.layouts["model.embed_tokens"].num_elements

@@ -117,13 +117,13 @@ def test_kernel_choice_depends_on_device_and_installed_packages(monkeypatch: pyt
     """A CPU never has these kernels; a key of true or false leaves no choice."""
     is_installed = True
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: is_installed)
-    assert traced.takes_liger_kernels(run_for("cuda"))
-    assert not traced.takes_liger_kernels(run_for("cpu"))
-    assert not traced.takes_liger_kernels(run_for("cuda", "compile = true"))
+    assert traced.can_use_liger_kernels(run_for("cuda"))
+    assert not traced.can_use_liger_kernels(run_for("cpu"))
+    assert not traced.can_use_liger_kernels(run_for("cuda", "compile = true"))
     for choice in (True, False):
         assert run_for("cuda", f"use_liger_kernel = {str(choice).lower()}").uses_liger is choice
     is_installed = False
-    assert not traced.takes_liger_kernels(run_for("cuda"))
+    assert not traced.can_use_liger_kernels(run_for("cuda"))
 
 
 @pytest.mark.usefixtures("liger")
@@ -156,11 +156,11 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     for is_there in (True, False):
         name = "with" if is_there else "without"
-        monkeypatch.setattr(traced, "takes_liger_kernels", lambda run, is_there=is_there: is_there)
+        monkeypatch.setattr(traced, "can_use_liger_kernels", lambda run, is_there=is_there: is_there)
         first = trainer(name, 1)
         assert first.run.uses_liger is first.config.model.use_liger_kernel is is_there
         first.train()
-        monkeypatch.setattr(traced, "takes_liger_kernels", lambda run, is_there=is_there: not is_there)
+        monkeypatch.setattr(traced, "can_use_liger_kernels", lambda run, is_there=is_there: not is_there)
         resumed = trainer(name, 2)
         assert resumed.run.uses_liger is is_there
         assert resumed.train().num_steps == 2

@@ -124,7 +124,7 @@ def test_unset_sizes_come_from_the_machine(tmp_path: Path) -> None:
     there = find_machine("rtx4090-128gb")
     plan = plan_run(resolve(load_config(config_at(tmp_path, drives=2)).config, there))
     assert plan.device.type == "cuda" and plan.graph.dtype == torch.bfloat16
-    assert plan.run.traced_on.type == "cpu"
+    assert plan.run.trace_device.type == "cpu"
     assert plan.budgets["gpu"] == 24 * GiB - 24 * GiB // 20  # less the margin
     assert plan.budgets["ram"] == 122 * GiB - 128 * GiB // 20  # less the memory in use on that machine
     assert plan.budgets["nvme"] == 2 * (4 * 10**12 - 4 * 10**12 // 20)

@@ -39,5 +39,5 @@ def test_counts(seed: int) -> None:
     windows = CopyWindows(copies)
     for num_ticks in range(1, len(copies) + 1):
         expected = by_hand(copies, num_ticks)
-        assert {size: [*counts] for size, counts in windows.counts(num_ticks).items()} == expected
-        assert windows.most(num_ticks) == {size: max(counts) for size, counts in expected.items()}
+        assert {size: [*counts] for size, counts in windows.buffer_counts(num_ticks).items()} == expected
+        assert windows.max_buffer_counts(num_ticks) == {size: max(counts) for size, counts in expected.items()}

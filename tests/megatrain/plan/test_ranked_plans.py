@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from megatrain.base import layout as layouts
 from megatrain.config import load_config
-from megatrain.plan.attempts import MOST_GATHERS_AHEAD
+from megatrain.plan.attempts import MAX_GATHERS_AHEAD
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
@@ -37,10 +37,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(
-    config: Path, size: int, *changes: str, num_hosts: int = 1, most_ahead: int = 1, with_remedies: bool = True
+    config: Path, size: int, *changes: str, num_hosts: int = 1, max_ahead: int = 1, with_remedies: bool = True
 ) -> Plan:
     run = replace(resolve(load_config(config, (), changes).config), world=World.local(0, size, num_hosts))
-    return plan_run(run, most_ahead=most_ahead, with_remedies=with_remedies)
+    return plan_run(run, max_ahead=max_ahead, with_remedies=with_remedies)
 
 
 def rates(peer: float) -> SimulatedRates:
@@ -111,18 +111,18 @@ def test_prefetched_gathers_hide_rank_traffic(config: Path) -> None:
 
 
 def test_weights_are_gathered_further_ahead_at_no_cost(config: Path) -> None:
-    once, ahead = (plan_of(config, 2, most_ahead=most) for most in (1, MOST_GATHERS_AHEAD))
-    assert (once.program.sharding.gathers_ahead, ahead.program.sharding.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
+    once, ahead = (plan_of(config, 2, max_ahead=most) for most in (1, MAX_GATHERS_AHEAD))
+    assert (once.program.sharding.gathers_ahead, ahead.program.sharding.gathers_ahead) == (1, MAX_GATHERS_AHEAD)
     assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes
     more = ahead.placement.workspace_bytes["ram"] - once.placement.workspace_bytes["ram"]
-    assert more == (MOST_GATHERS_AHEAD - 1) * MiB, "a copy of the largest weights for each visit further ahead"
+    assert more == (MAX_GATHERS_AHEAD - 1) * MiB, "a copy of the largest weights for each visit further ahead"
     # The gather of the vocabulary takes longer than a layer's compute, so it begins earlier.
     peer = once.traffic["ram->ranks"] / (0.8 * simulate_step(once, TOKENS, rates(1e15)).step_s)
     waits = [simulate_step(plan, TOKENS, rates(peer)).stall_s.get("ranks", 0.0) for plan in (once, ahead)]
     assert 0 < waits[1] < waits[0]
     # Space for exactly a second copy.
     tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
-    assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
+    assert plan_of(config, 2, tight, max_ahead=MAX_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
     less = limit_gathers_ahead(ahead, 1)
     assert less.program.sharding.gathers_ahead == 1 and less.placement.workspace_bytes == once.placement.workspace_bytes
 

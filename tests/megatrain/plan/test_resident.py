@@ -47,7 +47,7 @@ def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
     sizes = {tier: (lambda nbytes: nbytes) for tier in ("gpu", "ram")}
     stays = choose_stays(program, homes, sizes, {tier: [0] * len(program.ticks) for tier in sizes})
     within_a_step = {(start, key): stop for (start, key), stop in stays.items() if stop > start}
-    return sum(Traffic(program, Routes(link_pair("gpu", "ram")), homes, within_a_step).of_step().values())
+    return sum(Traffic(program, Routes(link_pair("gpu", "ram")), homes, within_a_step).step_bytes().values())
 
 
 def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[str, str]:
@@ -73,7 +73,7 @@ def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypa
     residency = Residency(ALL_KINDS, 1e-9, 1e-8)
     found = [homes_after(program, room, residency) for room in rooms]
     assert len({tuple(homes.values()) for homes in found}) == len(rooms)
-    monkeypatch.setattr(ResidentChooser, "_cost_of", lambda self, _, keys, homes: self._cost(keys, homes))
+    monkeypatch.setattr(ResidentChooser, "_cached_cost", lambda self, _, keys, homes: self._cost(keys, homes))
     assert found == [homes_after(program, room, residency) for room in rooms]
 
 
@@ -90,7 +90,8 @@ def test_every_chosen_move_saves_its_estimate(form: str, tmp_path: Path) -> None
         moved.append(bus_bytes(program, homes))
         assert moved[-1] < moved[-2], keys
         assert moved[-1] == sum(
-            chooser._load([key], homes, chooser._tiers_with(list(program.blocks), homes))[0] for key in program.blocks
+            chooser._load([key], homes, chooser._new_tick_tiers(list(program.blocks), homes))[0]
+            for key in program.blocks
         )
         return True
 

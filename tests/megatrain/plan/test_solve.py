@@ -63,8 +63,8 @@ READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
 def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, fits: bool) -> None:
     """The largest two neighbours are at the turn of the step."""
     tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int, links=LINKS)]
-    settled = PlacementSolver(READS, tiers, DRIVE).settle()
-    assert isinstance(settled, HomeAssignment) and (settled.state.overfull(ahead=True) is None) == fits
+    settled = PlacementSolver(READS, tiers, DRIVE).assign()
+    assert isinstance(settled, HomeAssignment) and (settled.state.overfull_tier(ahead=True) is None) == fits
 
 
 def test_pass_through_copies_are_sequential() -> None:
@@ -110,7 +110,7 @@ def test_dirty_copy_is_written_home_once(name: str) -> None:
     (first, second), spent, plain, staying = MODES[name]
     steps = program(tick([("b", first)]), tick([("b", second)], spent=spent))
     for stays, (read, written) in (({}, plain), ({(0, "b"): 1}, staying)):
-        moved = Traffic(steps, Routes(LINKS), {"b": "nvme"}, stays).of_step()
+        moved = Traffic(steps, Routes(LINKS), {"b": "nvme"}, stays).step_bytes()
         assert (moved["nvme->ram"], moved["ram->nvme"]) == (read, written), stays
 
 
@@ -199,12 +199,12 @@ def test_blocks_refused_by_the_bound_would_not_fit(data: st.DataObject) -> None:
     tiers.append(TierBudget("nvme", drive, int, generations=2, links=LINKS, is_addressable=False))
 
     def solved(solver: PlacementSolver, room: Mapping[str, int]) -> object:
-        settled = solver.settle(room)
+        settled = solver.assign(room)
         return settled if isinstance(settled, Shortfall) else solver.describe(settled)
 
     rooms = [{"ram": data.draw(st.integers(0, 100))} for _ in range(2)]
     solver = PlacementSolver(steps, tiers, EITHER, None, 0.9)
     for room in rooms:
-        with mock.patch("megatrain.plan.placement._Fill._is_too_full", return_value=False):
+        with mock.patch("megatrain.plan.placement._HomeState._is_too_full", return_value=False):
             expected = solved(PlacementSolver(steps, tiers, EITHER, None, 0.9), room)
         assert solved(solver, room) == expected
