@@ -13,7 +13,7 @@ from megatrain.base.layout import UnitLayout
 from megatrain.embed.block_homes import HomeRequest, compute_tier, free_home_bytes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
-from megatrain.embed.state_blocks import Shard
+from megatrain.embed.state_blocks import LayoutShard
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
@@ -59,7 +59,7 @@ class LocalBlocks:
         """Return the number of a block's elements that this process stores."""
         return layout.num_elements
 
-    def shard(self, layout: UnitLayout) -> Shard | None:
+    def shard(self, layout: UnitLayout) -> LayoutShard | None:
         """Return the shard of a layout that this process stores, or None if it stores the whole layout."""
         return None
 

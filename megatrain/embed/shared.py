@@ -25,7 +25,7 @@ from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import StateGroup
 from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
 from megatrain.embed.room import UPDATE_BYTES, Homes, LocalBlocks, WeightLease
-from megatrain.embed.state_blocks import Shard
+from megatrain.embed.state_blocks import LayoutShard
 from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import add_in_order, partial_squares
@@ -109,9 +109,9 @@ class ModuleRanks(LocalBlocks):
         """Return the range of a layout's elements that this rank owns."""
         return self.shards.owned_range(range(layout.num_elements))
 
-    def shard(self, layout: UnitLayout) -> Shard:
+    def shard(self, layout: UnitLayout) -> LayoutShard:
         """Return this rank's shard of a layout."""
-        return Shard(self.rank, self.size, self.owned_range(layout), self.num_elements(layout))
+        return LayoutShard(self.rank, self.size, self.owned_range(layout), self.num_elements(layout))
 
     def write_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
         """Copy this rank's elements from a full copy to the shard. Fill the rest of the shard with zeros."""

@@ -15,7 +15,7 @@ from tiered import Lease, Mode, TieredStore
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class LayoutShard:
     """Shard of a layout that this process owns. All shards have the same number of elements, including padding."""
 
     index: int
@@ -48,7 +48,7 @@ class StateBlocks:
         kinds: Sequence[StateKind],
         homes: Sequence[str],
         names: Mapping[str, str],
-        shard: Shard | None = None,
+        shard: LayoutShard | None = None,
     ) -> None:
         if shard is not None and any(kind.needs_whole for kind in kinds):
             raise ValueError(
