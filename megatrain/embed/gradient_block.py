@@ -46,6 +46,9 @@ class GradientBlock:
         version: Number of gradients added or removed so far.
     """
 
+    #: Factor by which all sums are multiplied, in addition to clipping.
+    factor = 1.0
+
     def __init__(self, store: TieredStore, key: str, layout: UnitLayout, parameters: dict[str, nn.Parameter]) -> None:
         self.key, self.layout = key, layout
         self._store = store
@@ -76,10 +79,6 @@ class GradientBlock:
         hooks = parameter._post_accumulate_grad_hooks
         for key in [key for key, hook in hooks.items() if hook == self._move_gradient]:
             hooks[key] = hooks.pop(key)  # autograd runs hooks in insertion order
-
-    @property
-    def factor(self) -> float:
-        return 1.0
 
     @property
     def filled_names(self) -> frozenset[str]:

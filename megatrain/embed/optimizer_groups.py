@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
-from megatrain.base.layout import build_layout
+from megatrain.embed import ordinary_groups
 from megatrain.embed.block_homes import free_home_bytes, home_order, shared_state
-from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DeferredUpdates, GradientSource, OffloadedGroup, StateGroup
-from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGradients, OrdinaryGroup, group_parameters
+from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGradients, OrdinaryGroup
 from megatrain.embed.state_blocks import StateBlocks
-from megatrain.embed.stores import num_ranks
 from megatrain.embed.weights import WeightBlock, block_of
-from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.base import StateKind
-from megatrain.ranks.dtensors import local_shard
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
@@ -78,7 +73,7 @@ class OptimizerGroups:
                     all_kinds = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
                     own = [kind for kind in all_kinds if kind.name != "weight"]
                     own_names = {name: names.get(id(p), name) for name, p in block.parameters.items()}
-                    shard = block.access.shard(block.layout)
+                    shard = block.access.shard(block.layout, own)
                     state = StateBlocks(store, block.part.root, block.layout, own, homes, own_names, shard)
                     offloaded.append(OffloadedGroup(block, state, deferred=self.deferred))
                 ordinary = [p for p in parameters if block_of(p) is None]
@@ -100,12 +95,8 @@ class OptimizerGroups:
         first = sum(not group.is_offloaded for group in self.groups)
         if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
             raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
-        if parameters and self.offload_gradients and num_ranks() > 1:
-            raise ValueError(
-                "offload_gradients=True needs a single rank, because gradients would move before they are averaged"
-            )
         shared = shared_state(store)
-        parts = list(group_parameters(parameters))
+        parts = list(ordinary_groups.group_parameters(parameters))
         largest = max((num_elements for num_elements, _ in parts), default=0)
         bytes_at_once = _BYTES_AT_ONCE + sum(2 * kind.dtype.itemsize for kind in self._extra_kinds)
         shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
@@ -113,17 +104,14 @@ class OptimizerGroups:
         for number, (_, together) in enumerate(parts, first):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
             own = [*kinds(together[0].dtype.itemsize == 2, named), *self._extra_kinds]
-            if not local_shard(together[0]).is_cuda:  # the parameters are the masters, or their high halves
+            if not together[0].is_cuda:  # the parameters are the masters, or their high halves
                 own = [kind for kind in own if kind.name != "weight"]
             root = f"{self._name}/{number:05d}"
-            layout = build_layout(root, ((name, local_shard(p).shape) for name, p in named.items()), True)
-            own_names = {name: names[id(parameter)] for name, parameter in named.items()}
-            state = StateBlocks(store, root, layout, own, homes, own_names)
+            layout = ordinary_groups.local_layout(root, named)
+            state = StateBlocks(store, root, layout, own, homes, {name: names[id(p)] for name, p in named.items()})
             gradients: GradientSource = OrdinaryGradients(named, self._copies)
             if self.offload_gradients:
-                key = gradient_key(root, 0)
-                shared.register(key, layout.num_elements, torch.float32, homes, durable=False)
-                gradients = GradientBlock(store, key, layout, named)
+                gradients = ordinary_groups.make_gradient_block(store, layout, named, homes)
             yield OrdinaryGroup(named, state, gradients, self._copies)
 
     def release(self, store: TieredStore) -> None:

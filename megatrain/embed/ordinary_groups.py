@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.base.layout import TensorEntry
-from megatrain.embed.block_homes import mapped_copy
+from megatrain.base.layout import TensorEntry, UnitLayout, build_layout
+from megatrain.embed.block_homes import mapped_copy, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import GradientSource, GroupUpdate, StateGroup
 from megatrain.embed.state_blocks import StateBlocks
+from megatrain.embed.stores import num_ranks
+from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.average import EMA, begin_average
 from megatrain.optim.base import GRADIENT_DTYPES, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_shard, tensor_version
+from tiered import TieredStore
 from tiered.ext import HostSlab
 
 #: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
@@ -31,9 +34,8 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices. Used by one thread at a time.
 
-    Copies run on one stream per device, after the work queued so far on the caller's current stream: backwards that
-    compute gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the
-    size of the largest gradient. No device is used before the first call.
+    Copies run on one stream per device, after the work that was queued on the caller's current stream, such as
+    backwards and kernels that read parameters. Gradients pass through a pinned buffer as large as the largest gradient.
     """
 
     def __init__(self) -> None:
@@ -134,6 +136,11 @@ class OrdinaryGroup(StateGroup):
     A bf16 parameter in RAM is the high half of its master, so no value is stored twice. For a parameter on a device,
     the store contains the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``), the layout
     describes this rank's part, which is updated without communication.
+
+    Attributes:
+        first_elements: Number that identifies the first element of each sharded parameter's shard, by name.
+        is_in_ram: Whether parameters and state are in RAM, so that an update fetches none of them.
+        dtype: Dtype that the parameters had when their state was created.
     """
 
     def __init__(
@@ -144,10 +151,11 @@ class OrdinaryGroup(StateGroup):
         copies: DeviceCopies,
     ) -> None:
         super().__init__(parameters, state, gradients)
-        self.sharded_names = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
-        self._first_elements = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
+        self.first_elements = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
         values = {name: local_shard(parameter) for name, parameter in parameters.items()}
         self._on_device = any(value.is_cuda for value in values.values())
+        self.is_in_ram = not self._on_device and not state.keys_outside_ram
+        self.dtype = next(iter(values.values())).dtype
         self._copies = copies
         self._dtypes_and_devices = {name: (value.dtype, value.device) for name, value in values.items()}
         self._versions: dict[str, object] = {}  # device parameters' versions when they last equaled their masters
@@ -162,7 +170,7 @@ class OrdinaryGroup(StateGroup):
     def local_values(self, name: str) -> Tensor:
         """Return this process's shard of a parameter, or the whole parameter if it is not sharded."""
         parameter = self.parameters[name]
-        return local_shard(parameter) if name in self.sharded_names else parameter
+        return local_shard(parameter) if name in self.first_elements else parameter
 
     def copy_to_masters(self) -> None:
         """Copy parameters on a device to their masters."""
@@ -198,21 +206,11 @@ class OrdinaryGroup(StateGroup):
             gradient = self.gradients.read(entry, tensors)
             settings = pending.settings[entry.name]
             now = Update(settings.step, settings.lr, pending.grad_scale)
-            segment = self.state.segment(entry, settings.weight_decay, 0, first=self._first_elements.get(entry.name, 0))
+            segment = self.state.segment(entry, settings.weight_decay, 0, first=self.first_elements.get(entry.name, 0))
             with self._master(entry, tensors) as blocks:
                 if self.has_averages and settings.step == 1:
                     begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
                 settings.rule.update(blocks, gradient, [segment], now)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype that the parameters had when their state was created."""
-        return next(iter(self._dtypes_and_devices.values()))[0]
-
-    @property
-    def is_in_ram(self) -> bool:
-        """Whether parameters and state are in RAM, so that an update fetches none of them."""
-        return not self._on_device and not self.state.keys_outside_ram
 
     def check_dtype_and_device(self, name: str) -> None:
         """Raise ``RuntimeError`` if a parameter was moved or converted after its state was created."""
@@ -262,6 +260,24 @@ def _update_master(blocks: Mapping[str, Tensor], values: Tensor) -> None:
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != values, 0)
     blocks["weight"].copy_(values)
+
+
+def local_layout(name: str, parameters: Mapping[str, nn.Parameter]) -> UnitLayout:
+    """Return the layout of this process's shards of parameters."""
+    return build_layout(name, ((key, local_shard(p).shape) for key, p in parameters.items()), True)
+
+
+def make_gradient_block(
+    store: TieredStore, layout: UnitLayout, parameters: dict[str, nn.Parameter], homes: Sequence[str]
+) -> GradientBlock:
+    """Register a block for the gradients of ordinary parameters. Raise ``ValueError`` if there are several ranks."""
+    if num_ranks() > 1:
+        raise ValueError(
+            "offload_gradients=True needs a single rank, because gradients would move before they are averaged"
+        )
+    key = gradient_key(layout.name, 0)
+    shared_state(store).register(key, layout.num_elements, torch.float32, homes, durable=False)
+    return GradientBlock(store, key, layout, parameters)
 
 
 def group_parameters(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:

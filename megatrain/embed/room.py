@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from megatrain.embed.block_homes import HomeRequest, compute_tier, free_home_byt
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
 from megatrain.embed.state_blocks import LayoutShard
+from megatrain.optim.base import StateKind
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
@@ -59,8 +60,8 @@ class LocalBlocks:
         """Return the number of a block's elements that this process stores."""
         return layout.num_elements
 
-    def shard(self, layout: UnitLayout) -> LayoutShard | None:
-        """Return the shard of a layout that this process stores, or None if it stores the whole layout."""
+    def shard(self, layout: UnitLayout, kinds: Iterable[StateKind]) -> LayoutShard | None:
+        """Return the shard of a layout, for these kinds of state. None if this process stores the whole layout."""
         return None
 
     def lease(self, part: Part, mode: Mode) -> WeightLease:

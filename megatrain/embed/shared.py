@@ -11,7 +11,7 @@ copied to the GPU. Gradients are summed on the GPU and copied to RAM for their e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from megatrain.embed.room import UPDATE_BYTES, Homes, LocalBlocks, WeightLease
 from megatrain.embed.state_blocks import LayoutShard
 from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
+from megatrain.optim.base import StateKind
 from megatrain.optim.clip import add_in_order, partial_squares
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
@@ -109,8 +110,13 @@ class ModuleRanks(LocalBlocks):
         """Return the range of a layout's elements that this rank owns."""
         return self.shards.owned_range(range(layout.num_elements))
 
-    def shard(self, layout: UnitLayout) -> LayoutShard:
-        """Return this rank's shard of a layout."""
+    def shard(self, layout: UnitLayout, kinds: Iterable[StateKind]) -> LayoutShard:
+        """Return this rank's shard of a layout. Raise ``ValueError`` if a kind of state cannot be sharded."""
+        if any(kind.needs_whole for kind in kinds):
+            raise ValueError(
+                f"this optimizer needs whole matrices, but {layout.name} is shared by {self.size} ranks. Use "
+                "TieredAdamW, TieredLion or TieredSGD"
+            )
         return LayoutShard(self.rank, self.size, self.owned_range(layout), self.num_elements(layout))
 
     def write_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
@@ -320,14 +326,10 @@ class SharedGradients(GradientBlock):
     def __init__(self, ranks: ModuleRanks, part: Part) -> None:
         super().__init__(ranks.store, part.gradient_key, part.layout, part.parameters)
         self.ranks = ranks
+        self.factor = 1.0 / ranks.lanes.count  # turns the sum over all lanes into their mean
         self._lane_keys = {lane: lane_key(self.key, lane) for lane in ranks.own_lanes}
         self._filled_by_lane: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
         self.is_exchanged = False
-
-    @property
-    def factor(self) -> float:
-        """Factor that turns the sum over all lanes into their mean."""
-        return 1.0 / self.ranks.lanes.count
 
     def exchange(self, filled_on_any_rank: set[str]) -> None:
         """Add the lanes of all ranks, and write this rank's shard of the sum to the block. This is a collective."""

@@ -50,11 +50,6 @@ class StateBlocks:
         names: Mapping[str, str],
         shard: LayoutShard | None = None,
     ) -> None:
-        if shard is not None and any(kind.needs_whole for kind in kinds):
-            raise ValueError(
-                f"this optimizer needs whole matrices, but {layout.name} is shared by {shard.count} ranks. Use "
-                "TieredAdamW, TieredLion or TieredSGD"
-            )
         self.store, self.layout, self.shard, self._names = store, layout, shard, names
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {name: state_key(root, name) for name in self.kinds}

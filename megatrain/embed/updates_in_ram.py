@@ -84,7 +84,7 @@ class OrdinaryUpdates:
                     group.begin_averages({name: one for name, one in settings.items() if one.step == 1}, tensors)
                 self._threads.run(calls)
             increment_version([parameter for each in alike for parameter in each.parameters])
-            sharded = [(g, name) for g in mine for name in g.sharded_names & updates[g].settings.keys()]
+            sharded = [(g, name) for g in mine for name in g.first_elements.keys() & updates[g].settings.keys()]
             increment_version([group.parameters[name] for group, name in sharded])
         others = [group for group in updates if group not in mine]
         for group, following in zip_longest(others, others[1:]):
