@@ -7,6 +7,7 @@ the bounds in ``house_bounds.json`` to the metrics. CONTRIBUTING.md explains how
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
@@ -116,12 +117,15 @@ BOUNDS = Path(__file__).with_name("house_bounds.json")
 class Source:
     path: Path
     module: str
-    tree: ast.Module
     text: str
 
     @property
     def name(self) -> str:
         return self.path.relative_to(ROOT).as_posix()
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=str(self.path))
 
 
 def read_sources() -> list[Source]:
@@ -130,7 +134,7 @@ def read_sources() -> list[Source]:
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text(encoding="utf-8")
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            sources.append(Source(path, module, ast.parse(text, filename=str(path)), text))
+            sources.append(Source(path, module, text))
     return sources
 
 

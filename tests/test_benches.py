@@ -257,6 +257,7 @@ def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
 
 
+@pytest.mark.slow  # the next test runs the same program
 def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
     rows = on_virtual_gpu(tmp_path, "--parts", "14b", "--traces", str(tmp_path / "traces"))
     assert rows["14b.ours.rate"]["value"] > 0 < rows["14b.ours.peak.device_bytes"]["value"]
@@ -383,6 +384,7 @@ def test_other_calls_of_the_script(tmp_path: Path) -> None:
     assert rows["plain.ours.rate"]["value"] > 0 < rows["7b_4k+any_kernel.ours.rate"]["value"]
 
 
+@pytest.mark.slow  # test_call_ends_if_the_tiny_model_fails is of its kind
 def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) -> None:
     """No time is left for any line; numba cannot be imported until a wheel of the packages folder is unpacked."""
     late = tmp_path / "late"

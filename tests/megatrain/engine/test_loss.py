@@ -180,3 +180,9 @@ def test_model_with_a_custom_loss_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("megatrain.engine.forward.plan_head", lambda graph: None)
     with pytest.raises(UnsupportedModelError, match="its own loss function, in whose place no focal loss can be put"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(Focal()))
+
+
+def test_mean_of_a_figure_divides_by_its_count() -> None:
+    """Also by one, the smallest count, and a figure without examples is 0, not NaN."""
+    figures = [PartialMean("a", 3.0, 1), PartialMean("b", torch.tensor(3.0), 1), PartialMean("b", 4.0, 3)]
+    assert mean_figures([*figures, PartialMean("c", 0.0, 0)]) == {"a": 3.0, "b": 7 / 4, "c": 0.0}

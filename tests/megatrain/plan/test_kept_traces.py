@@ -77,6 +77,7 @@ plan_run(resolve(load_config("run.toml").config))
 """
 
 
+@pytest.mark.slow
 def test_unpatched_process_reuses_the_stored_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "traces"
     folder.mkdir()
