@@ -135,7 +135,7 @@ class PlacementSolver:
         tiers: Budgets, fast to slow.
         open_bytes: Bytes that homes must leave free for prefetched copies and write-backs, by tier.
         stay_share: Share of the memory left by homes and working sets that copies may occupy between two uses.
-        given: Homes of blocks that already exist, by key.
+        existing_homes: Homes of blocks that already exist, by key.
 
     Attributes:
         tiers: Budgets by tier.

@@ -26,7 +26,7 @@ class RankGroup:
 
     Args:
         world: Position of this rank among all ranks.
-        line: Connection to the launcher that started this rank, or None if torchrun or srun started it.
+        launcher: Connection to the launcher that started this rank, or None if torchrun or srun started it.
     """
 
     def __init__(self, world: World, launcher: LauncherConnection | None = None) -> None:
