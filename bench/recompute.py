@@ -49,7 +49,7 @@ from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_
 from megatrain.config.schema import RunConfig
 from megatrain.engine.device.work import NOTHING_UNNEEDED
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.kept import num_layers_kept, num_layers_of
+from megatrain.plan.kept import count_layers, num_layers_kept
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.trace.counting import step_flops
@@ -197,7 +197,7 @@ class Bench:
         plan, row = side.plan, self._report.row
         recompute = plan.program.recompute
         row(f"{name}.layers_kept", num_layers_kept(plan.graph, plan.trace, plan.program)[0], "layers")
-        row(f"{name}.layers_saving", num_layers_of(plan.graph, plan.trace, recompute.saving), "layers")
+        row(f"{name}.layers_saving", count_layers(plan.graph, plan.trace, recompute.saving), "layers")
         total = plan.budgets["ram"] if any(plan.traffic.values()) else plan.totals["ram"]
         most = max(window.tiers["ram"].high_water_bytes for window in side.windows)
         row(f"{name}.ram", most, "bytes", target=total, ok=most <= total)

@@ -96,7 +96,7 @@ def command(
         with without_garbage_collection():
             from megatrain.base.observer import RunObserver
             from megatrain.machine.planned_machine import find_machine
-            from megatrain.plan.measure import timed
+            from megatrain.plan.measure import with_timed_steps
             from megatrain.plan.planner import plan_run
             from megatrain.training.open_run import inspect_weights
             from megatrain.training.resolve import resolve, resolve_evaluation
@@ -106,7 +106,7 @@ def command(
 
         run = resolve(loaded.config) if machine_name is None else resolve(loaded.config, find_machine(machine_name))
         if size > 1:
-            run = run.as_fullest_rank(size, hosts)
+            run = run.as_busiest_rank(size, hosts)
         if measure:
             spinner.stop()  # Keep the lines about measurements visible.
             _measure_machine(run)
@@ -114,7 +114,7 @@ def command(
         with without_garbage_collection():
             planned = None if machine_name is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
-        plan = timed(trainer.plan, _print_progress, _warn) if measure else trainer.plan
+        plan = with_timed_steps(trainer.plan, _print_progress, _warn) if measure else trainer.plan
         passthrough, error = inspect_weights(plan)
         num_steps = None
         if count_steps and error is None:

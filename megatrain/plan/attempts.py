@@ -76,8 +76,8 @@ class Attempts:
     def place(self, program: StepProgram) -> PlacedStep | Shortfall:
         """Place a program and choose the graphs that it keeps. Return a shortfall if a tier is too small."""
         run, model = self.run, self.model
-        readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
-        budgets = with_folder(self._budgets(program), program, readers)
+        reader_bytes = buffer_bytes(model.in_place.values(), model.graph.dtype)
+        budgets = with_folder(self._budgets(program), program, reader_bytes)
         budgets = with_residents(budgets, run, program, self.profile.machine if run.device.type == "cuda" else None)
         return GraphKeeper(run, model, program, budgets).solve(*_kept_layer_counts(run))
 

@@ -16,7 +16,7 @@ from megatrain.engine.device.work import NO_WORK, Work
 from megatrain.engine.program.step_program import Phase, Tick
 from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.factory import has_measured_kernel, is_memory_bound
-from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases
+from megatrain.plan.flops import flops_per_token, gradient_sum_work, matrix_flops, tick_flops, work_of_phases
 from megatrain.plan.plan import PlacedStep
 from megatrain.plan.times import MeasuredTicks
 from megatrain.trace.counting import is_counted
@@ -205,8 +205,8 @@ class CountedCosts(StepCosts):
     @cached_property
     def _phases(self) -> dict[Phase, Work]:
         """Work to compute one micro-batch, by phase."""
-        sums = sums_of_phases(self.step)
-        return {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(self.step).items()}
+        sum_work = gradient_sum_work(self.step)
+        return {phase: work + sum_work.get(phase, NO_WORK) for phase, work in work_of_phases(self.step).items()}
 
     @cached_property
     def _work(self) -> Work:

@@ -78,7 +78,7 @@ def _visits_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
     return result
 
 
-def sums_of_phases(step: PlacedStep) -> dict[Phase, Work]:
+def gradient_sum_work(step: PlacedStep) -> dict[Phase, Work]:
     """Return the memory traffic for adding a micro-batch's gradients to their sums on a GPU, by phase.
 
     On a CPU, the measured matmul rate already includes this traffic.

@@ -34,12 +34,12 @@ from megatrain.optim.factory import make_optimizer
 from megatrain.plan.budgets import with_folder, with_residents, with_workspace
 from megatrain.plan.placement import PlacementSolver, TierBudget
 from megatrain.plan.plan import PlacedStep, Plan, TracedModel
-from megatrain.plan.planner import compared_with_machine, objections_to
+from megatrain.plan.planner import objections_to, with_objections
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.search import STAY_SHARE, choose_fastest, price_step, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
-from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_supported_packing
+from megatrain.plan.traced import find_frozen_blocks, make_graph, trace_run, with_supported_packing
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
@@ -84,7 +84,7 @@ def _traced_forward(
     run: RunSpec, graph: ModelGraph, trace: VisitTrace, *, padded: bool, packing_warning: str = ""
 ) -> TracedModel:
     """Return a traced model that is never updated."""
-    in_place, encodings = find_frozen(run, graph)
+    in_place, encodings = find_frozen_blocks(run, graph)
     return TracedModel(
         run=run,
         padded=padded,
@@ -148,7 +148,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     plan = price_step(_place(model, program, budgets, STAY_SHARE), profile)
     if any(plan.traffic.values()):
         plan = choose_fastest(list(with_open_room(plan, profile)) or [plan])
-    return compared_with_machine(plan)
+    return with_objections(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +157,16 @@ class GenerationPlan:
 
     Attributes:
         plan: Plan of a pass that generates one token for each prompt, with the KV cache in blocks.
-        first: Program of the first pass, which fills the KV cache.
+        first_program: Program of the first pass, which fills the KV cache.
     """
 
     plan: Plan
-    first: StepProgram
+    first_program: StepProgram
 
     def planned_bytes(self, num_passes: int) -> dict[str, int]:
         """Return the bytes that each link moves in ``num_passes`` passes. The first pass fills the KV cache."""
         placement = self.plan.placement
-        moved_bytes = Counter(Traffic(self.first, placement.routes, placement.homes, {}).first_step_bytes())
+        moved_bytes = Counter(Traffic(self.first_program, placement.routes, placement.homes, {}).first_step_bytes())
         if num_passes > 1:
             moved_bytes.update(placement.run_traffic_bytes(num_passes - 1))
         return {link: nbytes for link, nbytes in moved_bytes.items() if nbytes}
@@ -304,7 +304,7 @@ def _place_samples(
     workspace = dict.fromkeys(plan.budgets_by_tier, 0)
     workspace[program.compute_tier] = _generation_workspace_bytes(run, graph, trace, program)
     if any(block.in_place for block in program.blocks.values()):
-        workspace["ram"] += buffer_bytes(find_frozen(run, graph)[0].values(), graph.dtype)
+        workspace["ram"] += buffer_bytes(find_frozen_blocks(run, graph)[0].values(), graph.dtype)
     budgets = {}
     for name, budget in plan.budgets_by_tier.items():
         residency = budget.residency

@@ -167,8 +167,8 @@ class _FreeMemory:
             visits -= self._visits_by_kind["graphs"] | self._step.program.recompute.saving
             visits -= self._visits_by_kind["results"]
         for visit in sorted(visits - self._visits_by_kind[kind], reverse=True):
-            others = {other: kept - {visit} for other, kept in self._visits_by_kind.items()}
-            if not self._try_keeping({**others, kind: self._visits_by_kind[kind] | {visit}}):
+            choice = {name: visits - {visit} for name, visits in self._visits_by_kind.items()}
+            if not self._try_keeping({**choice, kind: self._visits_by_kind[kind] | {visit}}):
                 return
 
     def _try_keeping(self, visits: Mapping[KeptKind, frozenset[int]]) -> bool:
@@ -241,10 +241,10 @@ def operations_per_byte(trace: VisitTrace) -> dict[KeptKind, float]:
 def _flops_and_bytes(results: Iterable[SavableResults]) -> tuple[int, int]:
     """Return the total operations that these results save, and their total bytes."""
     savable = list(results)
-    return sum(each.work.computed_flops for each in savable), sum(each.nbytes for each in savable)
+    return sum(entry.work.computed_flops for entry in savable), sum(entry.nbytes for entry in savable)
 
 
-def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
+def are_weights_resident(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
     """Return whether the compute tier is the home of all weights that kept graphs use.
 
     A graph contains views of the weights' slots. Weights at home do not move between a forward and its backward. They
@@ -273,7 +273,7 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
     return sum(program.recompute.kept_graphs.issuperset(visits) for visits in layers), len(layers)
 
 
-def num_layers_of(graph: ModelGraph, trace: VisitTrace, visits: Iterable[int]) -> int:
+def count_layers(graph: ModelGraph, trace: VisitTrace, visits: Iterable[int]) -> int:
     """Return the number of visits that belong to layers."""
     return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in visits)
 

@@ -74,12 +74,12 @@ class DrivePath:
         return 0 if self.spec.size.is_auto else self.spec.size.resolve(self.total_bytes)
 
     @property
-    def room(self) -> str:
+    def space_text(self) -> str:
         """Total and free bytes of the file system, as text."""
         return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.spec.path}: {self.file_system}, {self.room}"
+        return f"{self.key}: {self.spec.path}: {self.file_system}, {self.space_text}"
 
 
 def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
@@ -98,10 +98,10 @@ def refuse(objections: Sequence[Objection]) -> None:
         ConfigError: If a path is not on the expected drive, or no size can be chosen.
         BeyondMachineError: If the config requests more than this machine has.
     """
-    problems = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
+    problems = [Problem(item.key, item.text, item.advice) for item in objections if item.kind == "place"]
     if problems:
         raise ConfigError("the config", problems)
-    sizes = [str(each) for each in objections if each.kind == "size"]
+    sizes = [str(item) for item in objections if item.kind == "size"]
     if sizes:
         raise BeyondMachineError("beyond this machine: " + "\n".join(sizes))
 
@@ -118,7 +118,7 @@ def find_objections(
     needs = needs if needs is not None and machine.is_here else {}
     drive_objections = _compare_drives(nvme, machine) if isinstance(machine, PlannedMachine) else _check_drives(tiers)
     objections = [*_compare_ram(tiers, needs), *_compare_gpu(tiers, device, needs), *drive_objections]
-    return tuple(sorted(objections, key=lambda each: not each.refuses))
+    return tuple(sorted(objections, key=lambda item: not item.refuses))
 
 
 def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
@@ -158,16 +158,16 @@ def _compare_memory(sizes: Mapping[str, Size], need: int, memory: Space, capacit
     requested_bytes = sum(size.resolve(memory.total) for size in sizes.values() if not size.is_auto)
     settings_text = " and ".join(settings)
     verb = "is" if len(settings) == 1 else "together are"
-    at_most = f'Write at most "{_round_down(memory.free)}"{" together" if len(settings) > 1 else ""}'
+    limit = f'Write at most "{_round_down(memory.free)}"{" together" if len(settings) > 1 else ""}'
     if requested_bytes > memory.total:
-        advice = f'{at_most}, or "auto"' if len(settings) == 1 else at_most
+        advice = f'{limit}, or "auto"' if len(settings) == 1 else limit
         yield Objection(key, f"{settings_text} {verb} too large: {capacity_text}", advice, "size")
     elif need > memory.free:
         text = f"{settings_text}: this run takes at least {format_size(need)} of it, but {capacity_text}"
         yield Objection(key, text, "Free memory, or write a smaller size so that more blocks go to drives", "size")
     elif requested_bytes > memory.free:
         text = f"{settings_text} {verb} more than is free now: {capacity_text}; the run may use all of this size"
-        yield Objection(key, text, at_most, "note")
+        yield Objection(key, text, limit, "note")
 
 
 def _compare_drives(paths: Sequence[NvmeTierConfig], planned: PlannedMachine) -> Iterator[Objection]:
@@ -209,9 +209,8 @@ def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
             continue
         settings = " and ".join(f'{path.key}.size = "{path.spec.size.text}"' for path in group)
         verb = "is" if len(group) == 1 else "together are"
-        text = (
-            f"{settings} {verb} too large: the file system of {first.spec.path} ({first.file_system}) has {first.room}"
-        )
+        place = f"the file system of {first.spec.path} ({first.file_system})"
+        text = f"{settings} {verb} too large: {place} has {first.space_text}"
         advice = f'Write at most "{_round_down(first.free_bytes)}"{" together" if len(group) > 1 else ""}, or "auto"'
         yield Objection(f"{first.key}.size", text, advice, "size")
 
@@ -226,18 +225,18 @@ def _check_place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     elif file_system.caution:
         advice = "Name a folder on a drive of this machine for speed, and for checkpoints that stay"
         yield Objection(key, f"{key}: {folder}: {file_system.caution}", advice, "note")
-    expected = path.spec.mount_point
-    if expected is not None:
-        mount_point = os.path.realpath(expected)
+    configured = path.spec.mount_point
+    if configured is not None:
+        mount_point = os.path.realpath(configured)
         if file_system.mount_point != mount_point:
             is_mounted = Path(mount_point).exists() and file_system_of(Path(mount_point)).mount_point == mount_point
             reason = f"{folder} is not on it" if is_mounted else "nothing is mounted there"
-            text = f'{path.key}.mount_point = "{expected}", but {reason}: blocks would go to {file_system}'
+            text = f'{path.key}.mount_point = "{configured}", but {reason}: blocks would go to {file_system}'
             advice = "Mount the drive, or write the path of a folder on it"
             yield Objection(f"{path.key}.mount_point", text, advice, "place")
-    elif missing := missing_mount(folder):
-        text = f"{key}: /etc/fstab has a drive for {missing}, but it is not mounted: blocks would go to {file_system}"
-        yield Objection(key, text, f'Mount it; mount_point = "{missing}" refuses a run without it', "note")
+    elif unmounted := missing_mount(folder):
+        text = f"{key}: /etc/fstab has a drive for {unmounted}, but it is not mounted: blocks would go to {file_system}"
+        yield Objection(key, text, f'Mount it; mount_point = "{unmounted}" refuses a run without it', "note")
 
 
 def _check_same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:

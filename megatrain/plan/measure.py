@@ -85,7 +85,7 @@ class SharedMemoryTier:
         self._places: dict[str, HostSlab] = {}
         num_assigned = Counter[_Ring]()
         for block in blocks.values():
-            ring = _ring_of(block, counts)
+            ring = _find_ring(block, counts)
             self._places[block.key] = self._slabs[ring][num_assigned[ring] % counts[ring]]
             num_assigned[ring] += 1
 
@@ -150,7 +150,7 @@ def _slab_counts(blocks: Mapping[str, BlockPlan], kind_bytes: int) -> dict[_Ring
     return {ring: max(1, int(count * shares[ring])) for ring, count in rings.items()}
 
 
-def _ring_of(block: BlockPlan, counts: Mapping[_Ring, int]) -> _Ring:
+def _find_ring(block: BlockPlan, counts: Mapping[_Ring, int]) -> _Ring:
     ring = _own_ring(block)
     return ring if ring in counts else next(other for other in counts if other[:2] == ring[:2])
 
@@ -280,12 +280,12 @@ def _time_steps(plan: Plan, steps: _StepRunner, budget_s: float, memory_bytes: i
 
 def _medians(steps: Sequence[_TimedStep]) -> tuple[list[float], float]:
     by_tick = zip(*(step.seconds for step in steps), strict=True)
-    return [statistics.median(each) for each in by_tick], statistics.median(step.between_s for step in steps)
+    return [statistics.median(seconds) for seconds in by_tick], statistics.median(step.between_s for step in steps)
 
 
 @dataclass(frozen=True, slots=True)
 class _TimedStep:
-    """Seconds of each tick, by number, and of the whole step, for one timed step."""
+    """Seconds of each tick, by index, and of the whole step, for one timed step."""
 
     seconds: tuple[float, ...]
     total_s: float
@@ -374,7 +374,7 @@ def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-def timed(
+def with_timed_steps(
     plan: Plan,
     on_progress: Callable[[str], None] = lambda text: None,
     on_problem: Callable[[str], None] = lambda text: None,

@@ -176,7 +176,7 @@ class PlacementSolver:
         self.slots = {
             tier.name: {key: tier.slot_bytes(block.nbytes) for key, block in program.blocks.items()} for tier in tiers
         }
-        self._num_moves = {key: sum((m != "w") + (m != "r") for m in of_key) for key, of_key in modes.items()}
+        self._num_moves = {key: sum((m != "w") + (m != "r") for m in uses) for key, uses in modes.items()}
         self._stops: dict[tuple[str, str], tuple[str, ...]] = {}
         budget = self.tiers[program.compute_tier]
         self._residents = (
@@ -280,7 +280,7 @@ class PlacementSolver:
         """Return a sort key that puts blocks with generations first, because each occupies several times its size."""
         return (not block.is_saved, *self._promotion_key(block))
 
-    def stops(self, home: str, tick_tier: str) -> tuple[str, ...]:
+    def stop_tiers(self, home: str, tick_tier: str) -> tuple[str, ...]:
         """Return the tiers, other than a block's home, in which a use of the block needs memory."""
         tiers = self._stops.get((home, tick_tier))
         if tiers is None:
@@ -332,7 +332,7 @@ class PlacementSolver:
         slot_bytes = {name: tier.slot_bytes for name, tier in self.tiers.items()}
         room = {name: state.room_for_stays(name, self._stay_share) for name in self.order}
         missing_bytes = assignment.missing_bytes
-        budgets = {name: deepcopy(each) for name, each in assignment.buffer_room.items() if name not in missing_bytes}
+        budgets = {name: deepcopy(room) for name, room in assignment.buffer_room.items() if name not in missing_bytes}
         stays = choose_stays(self.program, state.homes, slot_bytes, room, budgets)
         traffic = Traffic(self.program, self._routes, state.homes, stays)
         buffers = {name: state.choose_buffers(name, stays) for name in budgets}
@@ -385,8 +385,8 @@ class _HomeState:
             self._count(block, homes[key], 1)
         self._tick_tiers = [solver.program.tier_of(tick, homes) for tick in self._ticks]
         self._working_sets = {name: WorkingSets(len(self._ticks)) for name in solver.order}
-        for number in range(len(self._ticks)):
-            self._recount(number)
+        for tick_index in range(len(self._ticks)):
+            self._recount(tick_index)
 
     def _recount(self, tick_index: int) -> None:
         """Compute a tick's working set again after homes have changed."""
@@ -395,7 +395,7 @@ class _HomeState:
         sizes_by_tier = {name: [0] * len(groups) for name in solver.order}
         for group_index, group in enumerate(groups):
             for key, _ in group:
-                for name in solver.stops(self.homes[key], tick_tier):
+                for name in solver.stop_tiers(self.homes[key], tick_tier):
                     sizes_by_tier[name][group_index] += solver.slots[name][key]
         for name, sizes in sizes_by_tier.items():
             self._working_sets[name].put(tick_index, sizes)
@@ -459,7 +459,7 @@ class _HomeState:
 
     def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
         """Return the copies in ``tier`` at each tick: used blocks with a different home, and copies that stay."""
-        by_tick, sizes, stops = [], self.solver.slots[tier], self.solver.stops
+        by_tick, sizes, stops = [], self.solver.slots[tier], self.solver.stop_tiers
         for tick, tick_tier in zip(self._ticks, self._tick_tiers, strict=True):
             slots = [
                 {key: sizes[key] for key, _ in group if sizes[key] and tier in stops(self.homes[key], tick_tier)}
@@ -523,7 +523,7 @@ class _HomeState:
         self._count(block, tier, 1)
         for tick_index, group in solver.groups_by_key[key]:
             tick_tier = self._tick_tiers[tick_index]
-            old_stops, new_stops = solver.stops(old_home, tick_tier), solver.stops(tier, tick_tier)
+            old_stops, new_stops = solver.stop_tiers(old_home, tick_tier), solver.stop_tiers(tier, tick_tier)
             for name in old_stops:
                 if name not in new_stops:
                     self._working_sets[name].add(tick_index, group, -solver.slots[name][key])

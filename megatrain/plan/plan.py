@@ -149,4 +149,4 @@ class Plan(PlacedStep):
 
 
 def _fields(step: PlacedStep) -> dict[str, Any]:
-    return {each.name: getattr(step, each.name) for each in fields(PlacedStep)}
+    return {field.name: getattr(step, field.name) for field in fields(PlacedStep)}

@@ -75,7 +75,7 @@ def plan_run(
         alternative = _plan_first_fit(replace(attempts, run=model.run.sequential_run))
         if not isinstance(alternative, Shortfall) and not _uses_drives(alternative) and _is_shorter(alternative, plan):
             plan = alternative
-    return compared_with_machine(plan)
+    return with_objections(plan)
 
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
@@ -131,12 +131,12 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
 def _needs_drives(plan: Plan) -> bool:
     """Return whether weights and state fit only with drives."""
     state_nbytes = sum(block.nbytes for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS)
-    memory_budgets = (each for each in plan.budgets_by_tier.values() if each.is_addressable or each.is_read_only)
-    return state_nbytes > sum(each.capacity_bytes for each in memory_budgets)
+    memory_tiers = (tier for tier in plan.budgets_by_tier.values() if tier.is_addressable or tier.is_read_only)
+    return state_nbytes > sum(tier.capacity_bytes for tier in memory_tiers)
 
 
 def _uses_drives(plan: Plan) -> bool:
-    storage = {each.name for each in plan.budgets_by_tier.values() if not (each.is_addressable or each.is_read_only)}
+    storage = {tier.name for tier in plan.budgets_by_tier.values() if not (tier.is_addressable or tier.is_read_only)}
     return any(nbytes and not storage.isdisjoint(link.split("->")) for link, nbytes in plan.traffic.items())
 
 
@@ -152,7 +152,7 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
     return seconds < WORTHWHILE * other_s
 
 
-def compared_with_machine(plan: Plan) -> Plan:
+def with_objections(plan: Plan) -> Plan:
     """Return the plan with the objections of this machine, and with the GPU memory that it leaves to libraries."""
     capacity = plan.budgets[plan.program.compute_tier]
     library_memory = describe_library_memory(plan.run.tiers.machine, capacity, plan.device)
@@ -195,8 +195,8 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         return plan
 
     def place(program: StepProgram) -> Plan | None:
-        found = next(with_open_room(plan, profile, program), None)
-        return found if found is not None and _has_similar_wear(found, plan) else None
+        result = next(with_open_room(plan, profile, program), None)
+        return result if result is not None and _has_similar_wear(result, plan) else None
 
     on_drives_bytes = int((_MAX_WEAR_FACTOR - 1) * nvme_written_bytes(plan.traffic))
     candidate = with_results(plan, place, step_s, on_drives_bytes=on_drives_bytes)

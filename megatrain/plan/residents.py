@@ -202,10 +202,10 @@ class ResidentChooser:
         if any(self._is_shared(key) for key in keys):
             return None
         own_keys = frozenset(candidate.keys)
-        pattern = self._pattern_of(keys), tuple(index for index, key in enumerate(keys) if key in own_keys)
+        pattern = self._pattern_number(keys), tuple(index for index, key in enumerate(keys) if key in own_keys)
         return _CostInputs(keys, self._pattern_numbers.setdefault(pattern, len(self._pattern_numbers)))
 
-    def _pattern_of(self, keys: tuple[str, ...]) -> int:
+    def _pattern_number(self, keys: tuple[str, ...]) -> int:
         """Return a number that is equal for two key sequences if their blocks match pairwise in size and use."""
         if keys not in self._patterns:
             block_indices = dict[str, int]()

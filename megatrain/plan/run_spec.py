@@ -171,11 +171,11 @@ class RunSpec:
         return self.tokens_of_rank(self.world.rank)
 
     @property
-    def num_fullest_tokens(self) -> int:
+    def num_busiest_tokens(self) -> int:
         """Token positions in the busiest rank's micro-batches. All other ranks wait for this rank."""
         return max(map(self.tokens_of_rank, range(self.world.size)))
 
-    def as_fullest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
+    def as_busiest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
         """Return the run as the busiest rank of a hypothetical world executes it. Ties go to the lowest rank.
 
         Args:

@@ -10,7 +10,7 @@ from megatrain.engine.program.step_program import StepProgram
 from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.kept import weights_stay
+from megatrain.plan.kept import are_weights_resident
 from megatrain.plan.placement import HomeAssignment, PlacementSolver
 from megatrain.plan.plan import PlacedStep, Plan
 from megatrain.plan.shortfall import Shortfall
@@ -52,7 +52,7 @@ def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | No
         if isinstance(assignment, Shortfall):  # the drive cannot hold the blocks displaced from RAM
             continue
         placement = solver.describe(assignment)
-        if weights_stay(plan.graph, plan.trace, program, placement.homes):
+        if are_weights_resident(plan.graph, plan.trace, program, placement.homes):
             yield price_step(replace(plan.step, program=program, placement=placement), profile)
 
 

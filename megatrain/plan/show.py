@@ -9,7 +9,7 @@ from megatrain.engine.program.block_plan import KINDS, Kind
 from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan.flops import flops_per_token
-from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
+from megatrain.plan.kept import count_layers, num_layers_kept, visits_with_results
 from megatrain.plan.plan import Plan
 from megatrain.plan.process import ProcessMemory
 from megatrain.plan.times import Estimate, OutsideTraffic
@@ -212,7 +212,7 @@ def _kind_notes(plan: Plan) -> dict[Kind, str]:
         ("attention", plan.program.recompute.saved_attention),
         ("products and attention", plan.program.recompute.saved_results),
     ):
-        if num_layers := num_layers_of(plan.graph, plan.trace, visits):
+        if num_layers := count_layers(plan.graph, plan.trace, visits):
             verb = "is" if subject == "attention" else "are"
             notes["activations"] += f"; {subject} of {num_layers} layers {verb} not recomputed"
     return notes
@@ -230,7 +230,7 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
         lines.append(f"{line}tokens/s   bound by: {estimate.bound_by}{_crossing_text(estimate)}")
     if estimate.written_bytes and any(estimate.written_bytes.values()):
         lines.append(_wear_line(estimate))
-    lines += [line for each in estimate.occasions if (line := _occasion_line(each))]
+    lines += [line for occasion in estimate.occasions if (line := _occasion_line(occasion))]
     return (*lines, *estimate.notes)
 
 

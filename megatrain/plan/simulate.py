@@ -188,12 +188,12 @@ class _Replay:
         tiers = [
             SimulatedTier(
                 name,
-                each.capacity_bytes,
-                each.slot_bytes,
-                addressable=each.is_addressable,
-                is_read_only=each.is_read_only,
+                budget.capacity_bytes,
+                budget.slot_bytes,
+                addressable=budget.is_addressable,
+                is_read_only=budget.is_read_only,
             )
-            for name, each in plan.budgets_by_tier.items()
+            for name, budget in plan.budgets_by_tier.items()
         ]
         self.store = TieredStore(tiers, Belady(), self._links(), clock=self.clock)
         homes = plan.placement.homes

@@ -17,7 +17,7 @@ class RetainedCopy:
     Attributes:
         start: Tick of the first use.
         stop: Tick of the next use. It is at most ``start`` if it belongs to the next step.
-        between: Ticks between the uses. The copy takes extra memory there.
+        gaps: Ticks gaps the uses. The copy takes extra memory there.
         ends: Subset of the ticks ``start`` and ``stop`` at which the copy takes extra memory.
         nbytes: Size of the copy's slot.
     """
@@ -26,25 +26,25 @@ class RetainedCopy:
     tier: str
     start: int
     stop: int
-    between: tuple[range, ...]
+    gaps: tuple[range, ...]
     ends: tuple[int, ...]
     nbytes: int
 
     @property
     def num_held_ticks(self) -> int:
         """Number of ticks at which the copy takes extra memory."""
-        return sum(map(len, self.between)) + len(self.ends)
+        return sum(map(len, self.gaps)) + len(self.ends)
 
     @property
     def held_ticks(self) -> Iterator[int]:
         """Ticks at which the copy takes extra memory."""
-        return chain(*self.between, self.ends)
+        return chain(*self.gaps, self.ends)
 
     def fits(self, free_bytes: Sequence[int]) -> bool:
         """Return whether the copy fits in ``free_bytes``, the free bytes at every tick."""
         if any(free_bytes[end] < self.nbytes for end in self.ends):
             return False
-        return all(min(free_bytes[ticks.start : ticks.stop]) >= self.nbytes for ticks in self.between)
+        return all(min(free_bytes[ticks.start : ticks.stop]) >= self.nbytes for ticks in self.gaps)
 
 
 def choose_stays(
@@ -85,11 +85,11 @@ def _possible_stays(
                 continue
             if key in tick.spent or mode == "w":  # the next use does not read the current contents
                 continue
-            between = [range(start + 1, stop)] if stop > start else [range(start + 1, num_ticks), range(stop)]
+            gaps = [range(start + 1, stop)] if stop > start else [range(start + 1, num_ticks), range(stop)]
             # Working sets count held blocks, but only one passing group, so other copies take extra memory.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
-            yield RetainedCopy(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
+            yield RetainedCopy(key, tier, start, stop, tuple(ticks for ticks in gaps if ticks), tuple(ends), nbytes)
 
 
 def _uses_by_key(program: StepProgram) -> dict[str, list[tuple[int, str]]]:

@@ -120,7 +120,7 @@ def make_tiers(
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
     layouts = plan.graph.layouts.values()
     blocks = plan.program.blocks
-    in_place = {key: each for each in layouts if (key := weight_key(each.name)) in blocks and blocks[key].in_place}
+    in_place = {key: item for item in layouts if (key := weight_key(item.name)) in blocks and blocks[key].in_place}
     frozen = frozen_blocks(loader, in_place.values(), plan.graph.dtype)
     for key, layout in in_place.items():
         if layout.name not in frozen or frozen[layout.name].nbytes != blocks[key].nbytes:

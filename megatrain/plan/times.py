@@ -127,5 +127,5 @@ class Estimate:
             "nvme_written_bytes_per_step": dict(self.written_bytes or {}),
             "nvme_written_bytes_per_run": None if self.run_written_bytes is None else dict(self.run_written_bytes),
             "notes": list(self.notes),
-            "occasions": [asdict(each) for each in self.occasions],
+            "occasions": [asdict(occasion) for occasion in self.occasions],
         }

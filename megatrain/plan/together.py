@@ -154,23 +154,23 @@ def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping
         rank: Rank that plans. The names of drives differ between ranks.
         locations: Locations on this rank, under the names in ``RankRates.drives``.
     """
-    unmeasured = [each.name for each in rank_rates if each.machine is None]
+    unmeasured = [rates.name for rates in rank_rates if rates.machine is None]
     if unmeasured:
         note = f"rates           of {_join_names(unmeasured)} not measured: run `megatrain-tier doctor` there"
         return LoadedProfile(None, rank_rates[rank].note, ranks=(note,) if len(unmeasured) < len(rank_rates) else ())
     slower_ranks: set[int] = set()
-    machines = [each.machine for each in rank_rates if each.machine is not None]
+    machines = [rates.machine for rates in rank_rates if rates.machine is not None]
     machine = _slowest(machines, rank, slower_ranks)
     drives: dict[str, DriveProfile] = {}
     unknown: set[str] = set()
     lines: list[str] = []
     for location, path in locations.items():
         key = file_system_of(path).key
-        profiles = [each.drives[location] for each in rank_rates]
-        measured = [each for each in profiles if each is not None]
+        profiles = [rates.drives[location] for rates in rank_rates]
+        measured = [profile for profile in profiles if profile is not None]
         if len(measured) < len(profiles):
             unknown.add(key)
-            names = [each.name for each, drive in zip(rank_rates, profiles, strict=True) if drive is None]
+            names = [rates.name for rates, drive in zip(rank_rates, profiles, strict=True) if drive is None]
             if measured:
                 lines.append(f"rates           of {_join_names(names)}, drive of {location}: not measured")
             continue
@@ -179,7 +179,7 @@ def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
     known = {key: drive for key, drive in drives.items() if key not in unknown}
     if slower_ranks:
-        names = [rank_rates[each].name for each in sorted(slower_ranks)]
+        names = [rank_rates[index].name for index in sorted(slower_ranks)]
         lines.append(f"rates           the lowest of {len(rank_rates)} ranks; rates of {_join_names(names)} are lower")
     return LoadedProfile(machine.model_copy(update={"drives": known}), ranks=tuple(lines))
 
@@ -192,7 +192,7 @@ def _slowest(records: Sequence[_Record], rank: int, slower_ranks: set[int]) -> _
     """
     changes: dict[str, Any] = {}
     for name in type(records[rank]).model_fields:
-        values = [getattr(each, name) for each in records]
+        values = [getattr(record, name) for record in records]
         if name in _LOSSES or name in _LIMITS:
             known = [value for value in values if value is not None]
             choose = max if name in _LOSSES else min
@@ -204,10 +204,10 @@ def _slowest(records: Sequence[_Record], rank: int, slower_ranks: set[int]) -> _
             has_all = all(value is not None for value in values)
             changes[name] = _slowest(values, rank, slower_ranks) if has_all else None
         elif name.endswith("_per_s") and isinstance(values[rank], dict):
-            kinds = [kind for kind in values[rank] if all(kind in each for each in values)]
-            changes[name] = {kind: min(each[kind] for each in values) for kind in kinds}
+            kinds = [kind for kind in values[rank] if all(kind in rates for rates in values)]
+            changes[name] = {kind: min(rates[kind] for rates in values) for kind in kinds}
             for kind, lowest in changes[name].items():
-                slower_ranks.update(_slowest_indices([each[kind] for each in values], lowest))
+                slower_ranks.update(_slowest_indices([rates[kind] for rates in values], lowest))
         elif name.endswith("_per_s"):
             changes[name] = None if None in values else min(values)
             slower_ranks.update(_slowest_indices(values, changes[name]))

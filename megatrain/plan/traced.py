@@ -53,7 +53,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
     optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed, fused=fused)
     compute_tier = run.tiers.compute_tier(run.device)
     device_optimizer, host_updates = _device_optimizer(optimizer, run.trace_device, compute_tier)
-    in_place, encodings = find_frozen(run, graph)
+    in_place, encodings = find_frozen_blocks(run, graph)
     return TracedModel(
         run=run,
         padded=padded,
@@ -229,7 +229,7 @@ def make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
-def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Encoding]]:
+def find_frozen_blocks(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Encoding]]:
     """Return the frozen layouts that may stay in the model's folder, and the encodings of packed layouts."""
     frozen = _frozen_blocks(run, graph)
     encodings: dict[str, Encoding] = {

@@ -96,7 +96,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
     from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import replay
 
-    simulation = replay(plan, plan.run.num_fullest_tokens)
+    simulation = replay(plan, plan.run.num_busiest_tokens)
     return {
         "headline": headline(plan),
         "num_parameters": plan.graph.num_parameters,

@@ -90,7 +90,7 @@ class Continuation:
         batches = [self._batch(prompts[first : first + rows]) for first in range(0, len(prompts), rows)]
         num_new = self._settings.max_new_tokens
         num_passes = 0
-        programs = (self._generation.first, plan.program)
+        programs = (self._generation.first_program, plan.program)
         all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
         models = [
             replace(model_for_steps(plan), program=program, stays=stays)

@@ -484,7 +484,7 @@ class Sampler:
     @property
     def num_ticks(self) -> int:
         """Number of ticks in a pass."""
-        return len(self._generation.first.ticks)
+        return len(self._generation.first_program.ticks)
 
     @property
     def plan(self) -> Plan:

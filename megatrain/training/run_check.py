@@ -138,7 +138,7 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
 def plan_one_rank(config: RunConfig) -> Plan:
     """Plan a run without starting processes. With several processes, plan the rank with the most tokens."""
     run, size = with_checkpoint_settings(resolve(config)), config.distributed.processes
-    return plan_run(run if size == 1 else run.as_fullest_rank(size))
+    return plan_run(run if size == 1 else run.as_busiest_rank(size))
 
 
 def check_run(

@@ -19,7 +19,7 @@ from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.profiles import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.flops import flops_per_token
-from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
+from megatrain.plan.kept import are_weights_resident, num_layers_kept, num_parameters_run_once
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
@@ -93,7 +93,7 @@ def test_copies_come_before_graphs(tmp_path: Path) -> None:
 def test_a_number_of_layers(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]', training='recompute = "none:3"')
     assert plan.program.recompute.kept_graphs == {2, 3, 4, 5}  # including the final norm
-    assert weights_stay(plan.graph, plan.trace, plan.program, plan.placement.homes)
+    assert are_weights_resident(plan.graph, plan.trace, plan.program, plan.placement.homes)
     assert make_plan(tmp_path, training='recompute = "none:100"').program.recompute.kept_graphs == set(range(6))
     away = make_plan(tmp_path, nvme=1, placement='weights = ["nvme"]', training='recompute = "none:3"')
     assert not away.program.recompute.kept_graphs and away.kept_bytes == 0

@@ -26,7 +26,7 @@ from megatrain.plan.measure import (
     measure_ticks,
     shared_bytes,
     synthetic_batches,
-    timed,
+    with_timed_steps,
 )
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -183,7 +183,7 @@ def test_a_timed_plan_has_the_places_of_the_plan(write: Write) -> None:
             tuple(0.01 for _ in plan.program.ticks), 0.005, 3, plan.run.batch.num_micro_batches, False, MiB
         )
 
-    found = timed(plan, measure=fake)
+    found = with_timed_steps(plan, measure=fake)
     assert len(rates) == 1 and found.ticks is not None and len(found.ticks.seconds) == len(plan.program.ticks)
     assert found.placement == plan.placement and found.traffic == plan.traffic
 
@@ -195,7 +195,7 @@ def test_plan_is_kept_if_it_cannot_be_timed(write: Write) -> None:
         raise NotMeasurableError("the moon is full")
 
     begun, said = list[str](), list[str]()
-    assert timed(plan, begun.append, said.append, measure=refuse) is plan
+    assert with_timed_steps(plan, begun.append, said.append, measure=refuse) is plan
     assert begun == ["steps of this model"]
     assert said == ["steps of this model are not timed: the moon is full"]
 

@@ -84,8 +84,8 @@ def test_plan_without_ranks_is_for_the_fullest_rank(config: Path) -> None:
     """Five micro-batches in four lanes: the last of four ranks has two."""
     run = resolve(load_config(config, (), ["training.gradient_accumulation_steps=5"]).config)
     one = run.batch.micro_batch_rows * run.batch.max_length
-    fullest = run.as_fullest_rank(4)
-    assert (fullest.world.rank, fullest.num_own_tokens, fullest.num_fullest_tokens) == (3, 2 * one, 2 * one)
+    fullest = run.as_busiest_rank(4)
+    assert (fullest.world.rank, fullest.num_own_tokens, fullest.num_busiest_tokens) == (3, 2 * one, 2 * one)
     assert [fullest.tokens_of_rank(rank) for rank in range(3)] == [one] * 3
     words = ["plan", str(config), "--processes", "4", "--set", "training.gradient_accumulation_steps=5", "--json"]
     result = CliRunner().invoke(command_group(), words)
