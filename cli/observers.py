@@ -59,7 +59,7 @@ def fetch_weights(plan: Plan, *, show_files: bool = True, show_bar: bool = True)
 
     model = plan.run.model
     if model.hub is not None and not model.table.train_from_scratch:
-        fetch_from_hub(model.hub, print_file if show_files else None, shows_bar=show_bar)
+        fetch_from_hub(model.hub, print_file if show_files else None, show_bar=show_bar)
 
 
 class ConsoleObserver(RunObserver):

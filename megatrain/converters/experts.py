@@ -105,7 +105,7 @@ class ExpertsPart(nn.Module):
             self.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
     @property
-    def whole(self) -> nn.Module:
+    def parent(self) -> nn.Module:
         """Module with all experts of the layer."""
         (whole,) = self._whole
         found: nn.Module = whole
@@ -133,7 +133,7 @@ class ExpertsPart(nn.Module):
         hit = _routed_experts(arguments[1])
         return hit is not None and hit.isdisjoint(self.rows)
 
-    def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
+    def no_token_probability(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a token is not routed to the part, assuming uniform routing."""
         others, num_chosen = self.total_rows - len(self.rows), arguments[1].shape[-1]
         return math.comb(others, num_chosen) / math.comb(self.total_rows, num_chosen)

@@ -106,7 +106,7 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
             if not _FUSED_NAMES.search(product) or product.endswith("_bias"):
                 continue
             name = f"{path}.{leaf}"
-            name = graph.owner_of.get(name, name)
+            name = graph.owner_names.get(name, name)
             fused = _apply_rule(model.get_submodule(above), product, parameter.shape)
             if fused is None:
                 unknown.append(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.converter import ModelConverter, ModelSettings
 from megatrain.models.internals import check_internals
-from megatrain.models.passthrough import TensorPlace, remove_tensors
+from megatrain.models.passthrough import RegisteredTensor, remove_tensors
 from megatrain.models.skeleton import multimodal_class
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _remove_non_text(model: PreTrainedModel) -> None:
     persistent = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
-    places: dict[tuple[int, str], TensorPlace] = {}  # by identity, because a module can have several names
+    places: dict[tuple[int, str], RegisteredTensor] = {}  # by identity, because a module can have several names
     for path, module, contains_text in _modules_outside(text, model, remove_duplicate=False):
         own: list[tuple[str, Tensor, bool]] = [
             (leaf, p, True) for leaf, p in module._parameters.items() if p is not None
@@ -104,7 +104,7 @@ def _remove_non_text(model: PreTrainedModel) -> None:
                 )
             if name in persistent:
                 names.append(name)
-            place = TensorPlace(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
+            place = RegisteredTensor(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
             places.setdefault((id(module), leaf), place)
     if places:
         remove_tensors(model, paths, names, tuple(places.values()))

@@ -103,7 +103,7 @@ class RowEncoder:
         tokenizer: A fast tokenizer. Conversations are rendered with its chat template.
         train_on: Text in the loss. "assistant": every assistant turn. "last_assistant": the last assistant turn.
             "all": every token. "completion": the text after the prompt; without a prompt, the conversation's last turn.
-        images: Processor for the rows' images, or None to reject rows with images.
+        image_processor: Processor for the rows' images, or None to reject rows with images.
     """
 
     def __init__(

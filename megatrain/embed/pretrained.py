@@ -54,7 +54,7 @@ def load_pretrained(
     """
     hub = find_hub_model(str(folder), revision)
     if hub is not None:
-        fetch_weights(hub, shows_bar=True)
+        fetch_weights(hub, show_bar=True)
         folder = hub.folder
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
     wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _parse_dtype(dtype)

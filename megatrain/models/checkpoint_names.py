@@ -62,15 +62,15 @@ class Conversion:
         of experts, and for exports that split or join fused tensors.
         """
         if self.transform is None:
-            ((target, made),) = self.targets.items()
-            return {target: [_region_of_input(self.source_names[0], torch.empty(made.shape, device="meta"))]}
+            ((target, value),) = self.targets.items()
+            return {target: [_make_input_region(self.source_names[0], torch.empty(value.shape, device="meta"))]}
         if len(self.targets) == 1:
-            ((target, made),) = self.targets.items()
-            places = _find_stack_places(self, torch.empty(made.shape, device="meta"))
-            if places is not None:
-                return {target: [_region_of_input(name, place) for name, place in places]}
-        found = trace_regions(self.source_shapes, lambda read: self._convert(read, model))
-        return None if found is None else {self.final_names[name]: made for name, made in found.items()}
+            ((target, value),) = self.targets.items()
+            views = _find_stack_views(self, torch.empty(value.shape, device="meta"))
+            if views is not None:
+                return {target: [_make_input_region(name, view) for name, view in views]}
+        regions = trace_regions(self.source_shapes, lambda read: self._convert(read, model))
+        return None if regions is None else {self.final_names[name]: value for name, value in regions.items()}
 
     def trace(
         self, inputs: Mapping[str, torch.Tensor], model: PreTrainedModel, rename: Callable[[str], str] | None = None
@@ -87,8 +87,8 @@ class Conversion:
         try:
             outputs = self._convert(inputs.__getitem__, model)
         except Exception as error:  # transforms raise various torch errors if the shapes do not fit
-            listed = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.source_names[:4])
-            raise ConversionError(f"cannot make {self.first_target} from {listed}: {error}") from error
+            shapes = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.source_names[:4])
+            raise ConversionError(f"cannot make {self.first_target} from {shapes}: {error}") from error
         self.source_shapes = {name: inputs[name].shape for name in self.source_names}
         self.final_names = {name: rename(name) if rename else name for name in outputs}
         self.targets = {self.final_names[name]: value for name, value in outputs.items()}
@@ -131,17 +131,17 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    places: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     mapping = get_model_conversion_mapping(model)
     renamings, converters, by_pattern = _split_transforms(mapping)
     prefix = model.base_model_prefix
     steps: dict[str, Conversion] = {}
     unexpected: dict[str, str] = {}
     for name in sorted(checkpoint, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, places)
-        if target not in places and name in places:  # the file already uses the module's name
-            target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=places)
-        if target not in places:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:  # the file already uses the module's name
+            target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
+        if target not in state:
             unexpected[name] = target
             continue
         step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
@@ -152,16 +152,16 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     for step in steps.values():
         step.trace(checkpoint, model)
         target_steps.update(dict.fromkeys(step.targets, step))
-    unplaced = [name for name in target_steps if name not in places]
-    target_steps = {name: step for name, step in target_steps.items() if name in places}
+    extra_names = [name for name in target_steps if name not in state]
+    target_steps = {name: step for name, step in target_steps.items() if name in state}
     patterns = [re.compile(pattern) for pattern in _ignored_patterns(model)]
     ignored = {  # like transformers, match the patterns against the name in the model
         name: target for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
     }
     return LoadPlan(
         target_steps=target_steps,
-        missing=_exclude_matches(model._keys_to_ignore_on_load_missing, _find_missing(model, places, target_steps)),
-        unexpected=[name for name in unexpected if name not in ignored] + unplaced,
+        missing=_exclude_matches(model._keys_to_ignore_on_load_missing, _find_missing(model, state, target_steps)),
+        unexpected=[name for name in unexpected if name not in ignored] + extra_names,
         ignored=ignored,
         transforms=[transform for transform in mapping if transform.was_used()],
     )
@@ -198,14 +198,14 @@ def plan_export(
         target, pattern = rename_source_key(name, [], converters, reverse=True)
         step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
         step.sources.setdefault(pattern or name, []).append(name)
-    used: set[str] = set()
+    keys: set[str] = set()
     for step in steps.values():
         step.trace(tensors, model, lambda name: rename_source_key(name, renamings, [], reverse=True)[0])
         if loaded is not None:
             _restore_file_names(step, loaded, model.base_model_prefix)
-        if not used.isdisjoint(step.targets):
-            raise ConversionError(f"two tensors of the model would both be named {sorted(used & set(step.targets))[0]}")
-        used.update(step.targets)
+        if not keys.isdisjoint(step.targets):
+            raise ConversionError(f"two tensors of the model would both be named {sorted(keys & set(step.targets))[0]}")
+        keys.update(step.targets)
     return list(steps.values())
 
 
@@ -214,49 +214,49 @@ def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None
     steps = [loaded.target_steps[name] for name in step.source_names if name in loaded.target_steps]
     if not steps:
         return  # the folder lacks the tensor, which transformers permits
-    shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
+    shapes = {name: shape for load_step in steps for name, shape in load_step.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
         candidates = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts both
-        found = [other for other in candidates if other in shapes]
+        matches = [candidate for candidate in candidates if candidate in shapes]
         if step.transform is None and len(shapes) == 1:
-            found = list(shapes)  # a plain copy has only one candidate, even if a renaming has lost the name
-        if len(found) == 1 and shapes[found[0]] == value.shape:
-            new_names[name] = found[0]
+            matches = list(shapes)  # a plain copy has only one candidate, even if a renaming has lost the name
+        if len(matches) == 1 and shapes[matches[0]] == value.shape:
+            new_names[name] = matches[0]
     if len(new_names) != len(shapes) or set(new_names.values()) != set(shapes):
-        given = [name for name in shapes if name not in new_names.values()] or list(shapes)
+        lost_names = [name for name in shapes if name not in new_names.values()] or list(shapes)
         raise ConversionError(
-            f"{given[0]} could not be restored by an export: transformers writes {', '.join(step.targets)} for it"
+            f"{lost_names[0]} could not be restored by an export: transformers writes {', '.join(step.targets)} for it"
         )
-    step.final_names = {name: new_names[final] for name, final in step.final_names.items()}
+    step.final_names = {name: new_names[final_name] for name, final_name in step.final_names.items()}
     step.targets = {new_names[name]: value for name, value in step.targets.items()}
 
 
-def _region_of_input(name: str, place: torch.Tensor) -> Region:
-    """Return the region that maps a whole input to ``place``, a view of an output on the meta device."""
-    return region_of(name, torch.empty(place.shape, device="meta"), place)
+def _make_input_region(name: str, view: torch.Tensor) -> Region:
+    """Return the region that maps a whole input to ``view``, a view of an output on the meta device."""
+    return region_of(name, torch.empty(view.shape, device="meta"), view)
 
 
-def _find_stack_places(step: Conversion, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
+def _find_stack_views(step: Conversion, output: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     operations = getattr(step.transform, "operations", [])
     kinds = [type(operation) for operation in operations]
     if kinds == [MergeModulelist] and len(step.sources) == 1:
         (names,) = step.sources.values()
-        return list(zip(names, whole.unbind(operations[0].dim), strict=True))
+        return list(zip(names, output.unbind(operations[0].dim), strict=True))
     if kinds != [MergeModulelist, Concatenate] or len(step.sources) < 2:
         return None
     groups = [step.sources[pattern] for pattern in step.transform.source_patterns if pattern in step.sources]
-    places: list[tuple[str, torch.Tensor]] = []
-    start, joint, stacked = 0, operations[1].dim, operations[0].dim
+    views: list[tuple[str, torch.Tensor]] = []
+    start, join_dim, stack_dim = 0, operations[1].dim, operations[0].dim
     for names in groups:
         shape = list(step.source_shapes[names[0]])
-        shape.insert(stacked if stacked >= 0 else len(shape) + 1 + stacked, len(names))
-        part = whole.narrow(joint, start, shape[joint])
-        start += shape[joint]
-        places += zip(names, part.unbind(stacked), strict=True)
-    return places
+        shape.insert(stack_dim if stack_dim >= 0 else len(shape) + 1 + stack_dim, len(names))
+        part = output.narrow(join_dim, start, shape[join_dim])
+        start += shape[join_dim]
+        views += zip(names, part.unbind(stack_dim), strict=True)
+    return views
 
 
 def tied_groups(model: PreTrainedModel) -> list[list[str]]:
@@ -264,9 +264,9 @@ def tied_groups(model: PreTrainedModel) -> list[list[str]]:
     by_identity: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(value), []).append(name)
-    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    tied_names = getattr(model, "all_tied_weights_keys", None) or {}
     groups = [names for names in by_identity.values() if len(names) > 1]
-    return [sorted(names, key=lambda name: name in declared) for names in groups]
+    return [sorted(names, key=lambda name: name in tied_names) for names in groups]
 
 
 def _split_transforms(transforms: list[WeightTransform]) -> tuple[list[Any], list[Any], dict[str, Any]]:
@@ -277,10 +277,10 @@ def _split_transforms(transforms: list[WeightTransform]) -> tuple[list[Any], lis
     return renamings, converters, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
-def _find_missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> list[str]:
-    missing = {name for name in places if name not in found}
+def _find_missing(model: PreTrainedModel, state: Mapping[str, torch.Tensor], loaded: Mapping[str, Any]) -> list[str]:
+    missing = {name for name in state if name not in loaded}
     for names in tied_groups(model):
-        if any(name in found for name in names):
+        if any(name in loaded for name in names):
             missing.difference_update(names)
     return sorted(missing)
 

@@ -166,7 +166,7 @@ class LayerPart(Protocol):
     """
 
     @property
-    def whole(self) -> nn.Module:
+    def parent(self) -> nn.Module:
         """The unsplit module in the model."""
 
     @property
@@ -191,7 +191,7 @@ class LayerPart(Protocol):
     def is_idle(self, arguments: Sequence[Any]) -> bool:
         """Return whether it is known that a call routes no token to this part. Can synchronize with the device."""
 
-    def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
+    def no_token_probability(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a given token is not routed to this part if routing is uniform."""
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:

@@ -98,27 +98,27 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[Sh
     """
     assert max_shard_nbytes > 0, max_shard_nbytes
     groups: list[list[str]] = [[]]
-    filled = 0
+    shard_nbytes = 0
     for name, tensor in tensors.items():
-        if groups[-1] and filled + tensor.nbytes > max_shard_nbytes:
+        if groups[-1] and shard_nbytes + tensor.nbytes > max_shard_nbytes:
             groups.append([])
-            filled = 0
+            shard_nbytes = 0
         groups[-1].append(name)
-        filled += tensor.nbytes
+        shard_nbytes += tensor.nbytes
     if len(groups) == 1:
         return [plan_file(SINGLE_FILE, groups[0], tensors)]
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
     return [plan_file(name, group, tensors) for name, group in zip(names, groups, strict=True)]
 
 
 def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -> ShardPlan:
     """Return the layout of a file that contains the tensors ``names``. ``tensors`` has all tensors, as meta tensors."""
     # Store wide dtypes first, so that every tensor is aligned to its element size.
-    ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
+    sorted_names = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
-    for name in ordered:
+    for name in sorted_names:
         tensor = tensors[name]
         starts[name] = end
         end += tensor.nbytes
@@ -152,7 +152,7 @@ class ShardWriter:
         self._on_bytes, self._done_bytes = on_bytes, 0
         self._num_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())  # each byte is written and read back
         self._shard_by_name = {name: shard for shard in shards for name in shard.offsets}
-        self._started: set[str] = set()
+        self._started_files: set[str] = set()
         self.checksums: dict[str, str] = {}
 
     def write(self, name: str, read: Callable[[int, int], Tensor]) -> None:
@@ -162,10 +162,10 @@ class ShardWriter:
             name: Name of the tensor in the files.
             read: Function (start, stop) that returns a range of elements: 1-D, any floating-point dtype, any device.
         """
-        expected = self._tensors[name]
-        count, step = expected.numel(), max(1, PIECE_BYTES // _MAX_DTYPE_BYTES)
+        template = self._tensors[name]
+        count, step = template.numel(), max(1, PIECE_BYTES // _MAX_DTYPE_BYTES)
         ranges = ((start, min(start + step, count)) for start in range(0, count, step))
-        self._write(name, (read(start, stop).to("cpu", expected.dtype).contiguous() for start, stop in ranges))
+        self._write(name, (read(start, stop).to("cpu", template.dtype).contiguous() for start, stop in ranges))
 
     def copy(self, name: str, folder: ModelFolder) -> None:
         """Copy a tensor's bytes from another folder."""
@@ -175,8 +175,8 @@ class ShardWriter:
         assert name not in self.checksums, name
         shard = self._shard_by_name[name]
         path = self._folder / shard.file_name
-        if shard.file_name not in self._started:
-            self._started.add(shard.file_name)
+        if shard.file_name not in self._started_files:
+            self._started_files.add(shard.file_name)
             with path.open("xb") as file:
                 file.write(shard.header)
                 file.truncate(shard.nbytes)
@@ -188,20 +188,20 @@ class ShardWriter:
                 digest.update(memory)
                 while memory:
                     memory = memory[file.write(memory) :]
-                self._count(piece)
+                self._report_progress(piece)
         self.checksums[name] = digest.hexdigest()
 
-    def _count(self, piece: Tensor) -> None:
+    def _report_progress(self, piece: Tensor) -> None:
         self._done_bytes += piece.nbytes
         self._on_bytes(self._done_bytes, self._num_bytes)
 
     def finish(self) -> None:
         """Flush all files to the drive. If there are several weight files, first write an index."""
-        unwritten = sorted(set(self._tensors) - set(self.checksums))
-        assert not unwritten, unwritten[:5]
+        missing_names = sorted(set(self._tensors) - set(self.checksums))
+        assert not missing_names, missing_names[:5]
         if len(self._shards) > 1:
-            total = sum(tensor.nbytes for tensor in self._tensors.values())
-            metadata = {"total_parameters": sum(t.numel() for t in self._tensors.values()), "total_size": total}
+            total_nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
+            metadata = {"total_parameters": sum(t.numel() for t in self._tensors.values()), "total_size": total_nbytes}
             weight_map = {name: self._shard_by_name[name].file_name for name in sorted(self._tensors)}
             text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
             (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
@@ -222,14 +222,14 @@ class ShardWriter:
             ModelFolderError: A header is damaged.
         """
         folder = folder or ModelFolder(self._folder)
-        for name, expected in self._tensors.items():
+        for name, template in self._tensors.items():
             record = folder.records.get(name)
-            if record is None or record.shape != tuple(expected.shape) or record.dtype != expected.dtype:
+            if record is None or record.shape != tuple(template.shape) or record.dtype != template.dtype:
                 raise DamagedShardError(f"{self._folder}: the header of {name} reads back as {record}")
             digest = xxhash.xxh3_64()
             for _, piece in folder.pieces(name):
                 digest.update(tensor_bytes(piece))
-                self._count(piece)
+                self._report_progress(piece)
             if digest.hexdigest() != self.checksums[name]:
                 raise DamagedShardError(
                     f"{record.file}: tensor {name} reads back with checksum {digest.hexdigest()}, "
@@ -317,10 +317,10 @@ def export_model(
     with graph.plain_model():
         model = graph.model
         steps, inputs = _plan_steps(model, dtype, origin)
-        layouts_of = _layouts_by_name(graph)
-        order = {name: number for number, name in enumerate(graph.layouts)}
-        needed = {id(step): _find_layouts(step, layouts_of, order) for step in steps}
-        steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
+        layout_names = _layouts_by_name(graph)
+        order = {name: index for index, name in enumerate(graph.layouts)}
+        layout_indices = {id(step): _find_layouts(step, layout_names, order) for step in steps}
+        steps.sort(key=lambda step: (not layout_indices[id(step)], layout_indices[id(step)]))
         tensors = {name: value for step in steps for name, value in step.targets.items()}
         if origin is not None:
             records = [origin.folder.records[name] for name in origin.passthrough.names]
@@ -329,8 +329,8 @@ def export_model(
         with atomic_folder(out, shards) as folder:
             writer = ShardWriter(folder, shards, tensors, on_bytes)
             layouts = list(graph.layouts.values())
-            for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
-                _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
+            for indices, group in groupby(steps, key=lambda step: layout_indices[id(step)]):
+                _write_group([layouts[index] for index in indices], list(group), source, writer, model, inputs)
             if origin is not None:
                 _copy_passthrough(origin, writer, passthrough_checksum)
             _write_config(folder, model, dtype, origin)
@@ -372,44 +372,44 @@ def _plan_steps(
 
     Tied tensors are written under every name that they have in the origin's files, or once without an origin.
     """
-    places = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    dropped = set(model._keys_to_ignore_on_save or ())
+    excluded = set(model._keys_to_ignore_on_save or ())
     for names in tied_groups(model):
-        dropped.update(names[1:])
+        excluded.update(names[1:])
     if origin is not None:
         target_steps = origin.plan.target_steps
         for names in tied_groups(model):
-            dropped.update(names if any(name in target_steps for name in names) else names[1:])
-        dropped -= set(origin.trained)
-        dropped.update(name for name in places if name not in parameters and name in target_steps)  # pass-through
+            excluded.update(names if any(name in target_steps for name in names) else names[1:])
+        excluded -= set(origin.trained)
+        excluded.update(name for name in state if name not in parameters and name in target_steps)  # pass-through
     dtypes = loaded_dtypes(model, dtype)
     inputs: dict[str, Tensor] = {}
-    for name, place in places.items():
-        if name not in dropped:
+    for name, tensor in state.items():
+        if name not in excluded:
             # A converter may have added parameters that the plain class lacks.
-            target_dtype = dtypes.get(name, dtype) if name in parameters else place.dtype
-            inputs[name] = torch.empty(place.shape, dtype=target_dtype, device="meta")
+            target_dtype = dtypes.get(name, dtype) if name in parameters else tensor.dtype
+            inputs[name] = torch.empty(tensor.shape, dtype=target_dtype, device="meta")
     return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 
 
 def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
     """Return the names of the layouts that contain a parameter or its parts, by parameter name, tied names included."""
-    found: dict[str, list[str]] = {}
+    layouts: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:
-            found.setdefault(entry.parameter, []).append(layout.name)
+            layouts.setdefault(entry.parameter, []).append(layout.name)
     for names in tied_groups(graph.model):
-        owner = next((found[name] for name in names if name in found), None)
+        owner = next((layouts[name] for name in names if name in layouts), None)
         if owner is not None:
-            found.update(dict.fromkeys(names, owner))
-    return found
+            layouts.update(dict.fromkeys(names, owner))
+    return layouts
 
 
 def _find_layouts(
-    step: Conversion, layouts_of: Mapping[str, Sequence[str]], order: Mapping[str, int]
+    step: Conversion, layout_names: Mapping[str, Sequence[str]], order: Mapping[str, int]
 ) -> tuple[int, ...]:
-    return tuple(sorted({order[layout] for name in step.source_names for layout in layouts_of.get(name, ())}))
+    return tuple(sorted({order[layout] for name in step.source_names for layout in layout_names.get(name, ())}))
 
 
 def _write_group(
@@ -447,46 +447,46 @@ class _OpenWeights:
 
     def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:
         self._model = model
-        self._places: dict[str, list[tuple[TensorEntry, ReadMaster]]] = {}
+        self._entries: dict[str, list[tuple[TensorEntry, ReadMaster]]] = {}
         for layout, read in layouts:
             for entry in layout.entries:
-                self._places.setdefault(entry.parameter, []).append((entry, read))
+                self._entries.setdefault(entry.parameter, []).append((entry, read))
         for names in tied_groups(model):
-            place = next((self._places[name] for name in names if name in self._places), None)
-            if place is not None:
-                self._places.update(dict.fromkeys(names, place))
+            entries = next((self._entries[name] for name in names if name in self._entries), None)
+            if entries is not None:
+                self._entries.update(dict.fromkeys(names, entries))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is read."""
-        return torch.float32 if name in self._places else self._buffer(name).dtype
+        return torch.float32 if name in self._entries else self._get_buffer(name).dtype
 
-    def read(self, name: str, first: int, count: int, place: Tensor | None = None) -> Tensor:
+    def read(self, name: str, start: int, count: int, out: Tensor | None = None) -> Tensor:
         """Return a range of a tensor's elements. See ``ReadSpan``."""
-        if name not in self._places:
-            return self._buffer(name).reshape(-1)[first : first + count]
-        found: list[Tensor] = []
-        for entry, read in self._places[name]:
-            start, stop = max(first, entry.first), min(first + count, entry.first + entry.numel)
-            if start < stop:
-                moved = entry.offset - entry.first
-                found.append(read(start + moved, stop + moved))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        if name not in self._entries:
+            return self._get_buffer(name).reshape(-1)[start : start + count]
+        pieces: list[Tensor] = []
+        for entry, read in self._entries[name]:
+            overlap_start, overlap_stop = max(start, entry.first), min(start + count, entry.first + entry.numel)
+            if overlap_start < overlap_stop:
+                shift = entry.offset - entry.first
+                pieces.append(read(overlap_start + shift, overlap_stop + shift))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a complete tensor in ``dtype``."""
-        if name not in self._places:
-            return self._buffer(name).to(dtype)
-        entries = [entry for entry, _ in self._places[name]]
-        found = torch.empty(
+        if name not in self._entries:
+            return self._get_buffer(name).to(dtype)
+        entries = [entry for entry, _ in self._entries[name]]
+        out = torch.empty(
             (sum(entry.shape[0] for entry in entries), *entries[0].shape[1:]) if entries[0].shape else (), dtype=dtype
         )
-        flat, step = found.view(-1), max(1, PIECE_BYTES // _MAX_DTYPE_BYTES)
+        flat, step = out.view(-1), max(1, PIECE_BYTES // _MAX_DTYPE_BYTES)
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             part.copy_(self.read(name, start, part.numel()))
-        return found
+        return out
 
-    def _buffer(self, name: str) -> Tensor:
+    def _get_buffer(self, name: str) -> Tensor:
         buffer: Tensor = self._model.get_buffer(name)
         assert buffer.device.type != "meta", f"buffer {name} was never loaded"
         return buffer
@@ -587,27 +587,27 @@ def check_target(out: Path, *, overwrite: bool = True) -> None:
         return
     if not out.is_dir():
         raise ExportTargetError(f"{out} is a file. Use another folder")
-    present = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
-    if not present:
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    if not files:
         return
     try:
         record = json.loads((out / RECORD_FILE).read_text(encoding="utf-8"))
-        ours = record["program"] == _PROGRAM
-        listed = set(record["files"]) | {RECORD_FILE}
+        is_export = record["program"] == _PROGRAM
+        known_files = set(record["files"]) | {RECORD_FILE}
     except (OSError, ValueError, KeyError, TypeError):
-        ours, listed = False, set()
-    if not ours:
+        is_export, known_files = False, set()
+    if not is_export:
         raise ExportTargetError(f"{out} is neither empty nor an export of this program. Remove it or use another one")
-    if present - listed:
+    if files - known_files:
         raise ExportError(
-            f"{out} contains files that the earlier export did not write: {join_names(sorted(present - listed))}. "
+            f"{out} contains files that the earlier export did not write: {join_names(sorted(files - known_files))}. "
             "Move them away or use another folder"
         )
     if not overwrite:
         step = f" of step {record['step']}" if "step" in record else ""
-        what = "an adapter" if (out / ADAPTER_CONFIG).is_file() else "a model"
+        kind = "an adapter" if (out / ADAPTER_CONFIG).is_file() else "a model"
         raise ExportTargetError(
-            f"{out} contains {what}{step} from an earlier export; nothing was written. Use another folder, or "
+            f"{out} contains {kind}{step} from an earlier export; nothing was written. Use another folder, or "
             "--overwrite to replace it"
         )
 
@@ -621,13 +621,13 @@ def _check_free_space(out: Path, need_nbytes: int) -> None:
         )
 
 
-def _create_sibling(out: Path, word: str) -> Path:
+def _create_sibling(out: Path, label: str) -> Path:
     """Create an empty hidden folder next to ``out``. First remove the hidden folders of dead processes."""
-    for path in out.parent.glob(f".{out.name}.{word}-*"):
+    for path in out.parent.glob(f".{out.name}.{label}-*"):
         pid = path.name.rpartition("-")[2]
         if is_number(pid) and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
             shutil.rmtree(path, ignore_errors=True)
-    sibling = out.with_name(f".{out.name}.{word}-{os.getpid()}")
+    sibling = out.with_name(f".{out.name}.{label}-{os.getpid()}")
     try:
         sibling.mkdir()
     except OSError as error:
@@ -656,21 +656,21 @@ def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str],
     _fsync([folder / RECORD_FILE, folder])
 
 
-def _publish(partial: Path, out: Path) -> None:
+def _publish(folder: Path, out: Path) -> None:
     """Rename the finished folder to ``out``. First move an earlier export aside, and remove it at the end."""
-    old: Path | None = None
+    old_folder: Path | None = None
     if out.exists() and any(out.iterdir()):
-        old = _create_sibling(out, "old")
-        os.rename(out, old)  # an empty folder need not be moved, because the rename below replaces it
+        old_folder = _create_sibling(out, "old")
+        os.rename(out, old_folder)  # an empty folder need not be moved, because the rename below replaces it
     try:
-        os.rename(partial, out)
+        os.rename(folder, out)
     except OSError:
-        if old is not None:
-            os.rename(old, out)
+        if old_folder is not None:
+            os.rename(old_folder, out)
         raise
     _fsync([out.parent])
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    if old_folder is not None:
+        shutil.rmtree(old_folder, ignore_errors=True)
 
 
 def _fsync(paths: Iterable[Path]) -> None:

@@ -131,8 +131,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.exists():
         _reject_adapter(folder)
-    inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
-    values = _read_json_object(path, f"Use {inner[0]}" if inner else "Use a Hugging Face model folder")
+    subfolders = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
+    values = _read_json_object(path, f"Use {subfolders[0]}" if subfolders else "Use a Hugging Face model folder")
     table = find_quantization(values)
     if table is not None and find_method(table) not in METHODS:
         raise ModelFolderError(
@@ -148,22 +148,22 @@ def _reject_adapter(folder: Path) -> None:
     if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
         return
     try:
-        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base_model = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
-        base = None
-    which = f"its base model ({base})" if isinstance(base, str) and base else "its base model"
+        base_model = None
+    base_text = f"its base model ({base_model})" if isinstance(base_model, str) and base_model else "its base model"
     raise ModelFolderError(
         folder,
-        f"contains an adapter, not a model. Use the folder of {which}; to continue training the adapter, also set "
+        f"contains an adapter, not a model. Use the folder of {base_text}; to continue training the adapter, also set "
         "lora.adapter_name_or_path to its folder",
     )
 
 
 def find_quantization(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``quantization_config`` from the top level of ``config.json`` or from its ``text_config``, or None."""
-    table, texts = values.get("quantization_config"), values.get("text_config")
-    if table is None and isinstance(texts, dict):
-        table = texts.get("quantization_config")
+    table, text_config = values.get("quantization_config"), values.get("text_config")
+    if table is None and isinstance(text_config, dict):
+        table = text_config.get("quantization_config")
     return None if table is None else table if isinstance(table, dict) else {}
 
 
@@ -184,12 +184,12 @@ class TensorReader:
 
     Attributes:
         records: Location of each tensor, by name, in file order. Quantized weights appear as decoded tensors.
-        stored: Location of each tensor in the files, by name. Quantized weights appear as their stored parts.
+        file_records: Location of each tensor in the files, by name. Quantized weights appear as their stored parts.
         largest_piece_nbytes: Peak size in bytes of this object's buffers. The callers' memory is not counted.
     """
 
     def __init__(self, records: dict[str, TensorRecord]) -> None:
-        self.records = self.stored = records
+        self.records = self.file_records = records
         self.largest_piece_nbytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -198,27 +198,27 @@ class TensorReader:
         record = self.records[name]
         self.largest_piece_nbytes = max(self.largest_piece_nbytes, record.nbytes)
         if record.decoder is not None and record.decoder.is_transposed:
-            turned = torch.empty(record.decoder.shape, dtype=record.dtype)
-            self._read_bytes(record, 0, turned)
-            return turned.transpose(-1, -2).contiguous()
+            buffer = torch.empty(record.decoder.shape, dtype=record.dtype)
+            self._read_bytes(record, 0, buffer)
+            return buffer.transpose(-1, -2).contiguous()
         tensor = torch.empty(record.shape, dtype=record.dtype)
         self._read_bytes(record, 0, tensor)
         return tensor
 
-    def read_span(self, name: str, first: int, count: int, place: torch.Tensor | None = None) -> torch.Tensor:
-        """Return elements ``first`` to ``first + count`` of a tensor. See ``ReadSpan``.
+    def read_span(self, name: str, start: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return elements ``start`` to ``start + count`` of a tensor. See ``ReadSpan``.
 
         The bytes after this range are prefetched, because tensors are usually read in file order.
         """
         record = self.records[name]
-        if place is None or place.dtype != record.dtype or not place.is_contiguous() or place.device.type != "cpu":
+        if out is None or out.dtype != record.dtype or not out.is_contiguous() or out.device.type != "cpu":
             nbytes = count * record.dtype.itemsize
             if self._buffer.numel() < nbytes:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-            place = self._buffer[:nbytes].view(record.dtype)
+            out = self._buffer[:nbytes].view(record.dtype)
             self.largest_piece_nbytes = max(self.largest_piece_nbytes, nbytes)
-        self._read_bytes(record, first * record.dtype.itemsize, place, ahead=True)
-        return place
+        self._read_bytes(record, start * record.dtype.itemsize, out, prefetch=True)
+        return out
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor as (first element, 1-D piece). Each piece is valid until the next piece is requested."""
@@ -240,49 +240,49 @@ class TensorReader:
             names: Names of the tensors to check. Tensors with an integer dtype are skipped.
             on_progress: Called with the number of bytes read so far and the total number.
         """
-        wanted = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]
-        done, total, found = 0, sum(record.nbytes for record in wanted), []
-        for record in wanted:
+        records = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]
+        num_read, total, bad_names = 0, sum(record.nbytes for record in records), []
+        for record in records:
             for _, piece in self.pieces(record.name):
-                low, high = torch.aminmax(piece if piece.dtype.itemsize > 1 else piece.float())
-                done += piece.nbytes
-                on_progress(done, total)
-                if not (torch.isfinite(low) and torch.isfinite(high)):
-                    found.append(record.name)
+                minimum, maximum = torch.aminmax(piece if piece.dtype.itemsize > 1 else piece.float())
+                num_read += piece.nbytes
+                on_progress(num_read, total)
+                if not (torch.isfinite(minimum) and torch.isfinite(maximum)):
+                    bad_names.append(record.name)
                     break
-        return found
+        return bad_names
 
-    def read_stored(self, name: str, first: int, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` bytes of a stored tensor, starting at byte ``first``."""
-        part = torch.empty(nbytes, dtype=torch.uint8)
-        self._read_bytes(self.stored[name], first, part)
-        return part
+    def read_stored(self, name: str, start: int, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` bytes of a stored tensor, starting at byte ``start``."""
+        out = torch.empty(nbytes, dtype=torch.uint8)
+        self._read_bytes(self.file_records[name], start, out)
+        return out
 
     def _read_bytes(
-        self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor, *, ahead: bool = False
+        self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor, *, prefetch: bool = False
     ) -> None:
         """Fill the contiguous CPU tensor ``destination`` with the tensor's bytes, starting at byte ``skip_nbytes``.
 
         Args:
-            ahead: Whether to let the kernel prefetch the same number of bytes after this range.
+            prefetch: Whether to let the kernel prefetch the same number of bytes after this range.
         """
         if destination.numel() == 0:
             return
         if record.decoder is not None:
-            first = (record.offset + skip_nbytes) // record.dtype.itemsize
-            destination.view(-1).copy_(decode(record.decoder, first, destination.numel(), self.read_stored))
+            index = (record.offset + skip_nbytes) // record.dtype.itemsize
+            destination.view(-1).copy_(decode(record.decoder, index, destination.numel(), self.read_stored))
             return
         memory = tensor_bytes(destination)
-        start, done = record.offset + skip_nbytes, 0
+        start, num_read = record.offset + skip_nbytes, 0
         try:
             with record.file.open("rb", buffering=0) as file:
-                if ahead:
+                if prefetch:
                     os.posix_fadvise(file.fileno(), start, 2 * len(memory), os.POSIX_FADV_WILLNEED)
-                while done < len(memory):
-                    count = os.preadv(file.fileno(), [memory[done:]], start + done)
+                while num_read < len(memory):
+                    count = os.preadv(file.fileno(), [memory[num_read:]], start + num_read)
                     if count == 0:
                         raise ModelFolderError(record.file, f"ends inside tensor {record.name}. Copy it again")
-                    done += count
+                    num_read += count
         except OSError as error:
             raise ModelFolderError(record.file, f"cannot be read: {error}") from error
 
@@ -318,20 +318,20 @@ class ModelFolder(TensorReader):
             self._read_shards()
         else:
             self._raise_no_weights()
-        self.stored = self.records
+        self.file_records = self.records
         if table := find_quantization(read_config_json(self.path)):
             self._add_decoders(table)
-        left = [record for record in self.records.values() if record.dtype in _QUANTIZED_DTYPES]
-        if left:
+        record = next((r for r in self.records.values() if r.dtype in _QUANTIZED_DTYPES), None)
+        if record is not None:
             raise ModelFolderError(
-                left[0].file,
-                f"tensor {left[0].name} has dtype {dtype_name(left[0].dtype)}, but config.json does not say how it is "
+                record.file,
+                f"tensor {record.name} has dtype {dtype_name(record.dtype)}, but config.json does not say how it is "
                 "quantized. Use the original model in float32, bfloat16 or float16",
             )
 
     def _add_decoders(self, table: Mapping[str, Any]) -> None:
         """Replace the records of each quantized weight's parts with a record of the decoded weight."""
-        shapes = {name: (record.shape, dtype_name(record.dtype)) for name, record in self.stored.items()}
+        shapes = {name: (record.shape, dtype_name(record.dtype)) for name, record in self.file_records.items()}
         try:
             decoders = find_decoders(shapes, table, self.read_stored)
         except (QuantizationError, ValueError, KeyError) as error:
@@ -339,12 +339,12 @@ class ModelFolder(TensorReader):
                 self.path, f"its quantized weights cannot be read: {error}. {PLAIN_ADVICE}"
             ) from error
         parts = {part for decoder in decoders.values() for part in decoder.parts}
-        self.records = {name: record for name, record in self.stored.items() if name not in parts}
+        self.records = {name: record for name, record in self.file_records.items() if name not in parts}
         for name, decoder in decoders.items():
             shape = decoder.shape
             if decoder.is_transposed:
                 shape = (*shape[:-2], shape[-1], shape[-2])
-            file = self.stored[decoder.parts[0]].file
+            file = self.file_records[decoder.parts[0]].file
             self.records[name] = TensorRecord(name, file, torch.float32, shape, 0, 4 * math.prod(shape), decoder)
 
     def fingerprint(self) -> str:
@@ -354,7 +354,7 @@ class ModelFolder(TensorReader):
         a few changed bytes.
         """
         digest = xxhash.xxh3_64()
-        records = sorted(self.stored.values(), key=lambda record: record.name)
+        records = sorted(self.file_records.values(), key=lambda record: record.name)
         for record in records:
             digest.update(f"{record.name} {dtype_name(record.dtype)} {list(record.shape)}\n".encode())
         step = max(1, -(-len(records) // _NUM_SAMPLES))
@@ -371,9 +371,9 @@ class ModelFolder(TensorReader):
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFolderError(index, "has no weight_map. Copy or download it again")
         names = sorted({str(name) for name in weight_map.values()})
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ModelFolderError(index, f"lists files outside of the folder: {join_names(outside)}. {_COPY_AGAIN}")
+        bad_names = [name for name in names if Path(name).name != name]
+        if bad_names:
+            raise ModelFolderError(index, f"lists files outside of the folder: {join_names(bad_names)}. {_COPY_AGAIN}")
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:
             raise ModelFolderError(
@@ -382,9 +382,9 @@ class ModelFolder(TensorReader):
             )
         for name in names:
             self.records.update(_read_header(self.path / name))
-        absent = sorted(set(weight_map) - set(self.records))
-        if absent:
-            text = f"lists {len(absent)} tensors that no shard contains: {join_names(absent)}. {_COPY_AGAIN}"
+        tensors = sorted(set(weight_map) - set(self.records))
+        if tensors:
+            text = f"lists {len(tensors)} tensors that no shard contains: {join_names(tensors)}. {_COPY_AGAIN}"
             raise ModelFolderError(index, text)
 
     def _raise_no_weights(self) -> None:
@@ -415,7 +415,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of ``dtype`` in safetensors files."""
-    return next(name for name, known in _DTYPES.items() if known == dtype)
+    return next(name for name, value in _DTYPES.items() if value == dtype)
 
 
 def join_names(names: list[str], limit: int = 6) -> str:
@@ -425,7 +425,7 @@ def join_names(names: list[str], limit: int = 6) -> str:
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
     """Return the records of a safetensors file. Check that they cover all of its data bytes without overlaps."""
-    again = "The file is damaged or truncated: copy or download it again"
+    advice = "The file is damaged or truncated: copy or download it again"
     try:
         with path.open("rb") as file:
             prefix = file.read(8)
@@ -433,7 +433,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
                 raise ModelFolderError(path, "is a Git LFS pointer, not the file. Fetch the file with `git lfs pull`")
             header_nbytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_nbytes > _MAX_HEADER_BYTES:
-                raise ModelFolderError(path, f"is not a safetensors file. {again}")
+                raise ModelFolderError(path, f"is not a safetensors file. {advice}")
             text = file.read(header_nbytes)
             file_nbytes = file.seek(0, os.SEEK_END)
     except OSError as error:
@@ -445,14 +445,14 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
         header.pop("__metadata__", None)
         records = {name: _parse_record(path, name, fields, 8 + header_nbytes) for name, fields in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ModelFolderError(path, f"has no valid safetensors header ({error}). {again}") from error
+        raise ModelFolderError(path, f"has no valid safetensors header ({error}). {advice}") from error
     end = 8 + header_nbytes
     for record in sorted(records.values(), key=lambda record: (record.offset, record.nbytes)):
         if record.offset != end:
-            raise ModelFolderError(path, f"tensor {record.name} does not start where the previous one ends. {again}")
+            raise ModelFolderError(path, f"tensor {record.name} does not start where the previous one ends. {advice}")
         end = record.offset + record.nbytes
     if file_nbytes != end:
-        raise ModelFolderError(path, f"has {file_nbytes} bytes, but its header describes {end}. {again}")
+        raise ModelFolderError(path, f"has {file_nbytes} bytes, but its header describes {end}. {advice}")
     return records
 
 

@@ -56,26 +56,26 @@ def find_modules(
     """
     layers = find_layers(model)
     layer_ids = {id(module) for module in layers.values()}
-    found: list[tuple[str, nn.Module, UnitKind]] = []
-    seen: set[int] = set()
+    units: list[tuple[str, nn.Module, UnitKind]] = []
+    seen_ids: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
-        if id(module) in seen:
+        if id(module) in seen_ids:
             return
-        seen.add(id(module))
+        seen_ids.add(id(module))
         if id(module) in layer_ids:
-            found.append((path, module, "layer"))
+            units.append((path, module, "layer"))
             return
         if any(parameter is not None for parameter in module._parameters.values()) or is_unit(module):
             if layer_ids.isdisjoint(map(id, module.modules())):
-                found.append((path, module, "resident"))
+                units.append((path, module, "resident"))
                 return
-            found.append((path, module, "container"))
+            units.append((path, module, "container"))
         for leaf, child in module.named_children():
             visit(f"{path}.{leaf}" if path else leaf, child)
 
     visit("", model)
-    return found
+    return units
 
 
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -94,10 +94,10 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
         return isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in no_split
 
     layers = {
-        path: module for path, module in _outermost(model, "", is_layer) if next(module.parameters(), None) is not None
+        path: module for path, module in _find_outer(model, "", is_layer) if next(module.parameters(), None) is not None
     }
     if not layers:
-        layers = dict(_items_of_outermost_lists(model, ""))
+        layers = dict(_find_list_items(model, ""))
     if not layers:
         raise UnsupportedModelError(
             type(model).__name__,
@@ -117,24 +117,24 @@ def _no_split_modules(model: PreTrainedModel) -> set[str]:
     return {name for name in names if "Embedding" not in name} - embeddings
 
 
-def _outermost(module: nn.Module, path: str, matches: object) -> Iterator[tuple[str, nn.Module]]:
+def _find_outer(module: nn.Module, path: str, predicate: object) -> Iterator[tuple[str, nn.Module]]:
     for leaf, child in module.named_children():
         child_path = f"{path}.{leaf}" if path else leaf
-        if callable(matches) and matches(child):
+        if callable(predicate) and predicate(child):
             yield child_path, child
         else:
-            yield from _outermost(child, child_path, matches)
+            yield from _find_outer(child, child_path, predicate)
 
 
-def _items_of_outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _find_list_items(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for leaf, child in module.named_children():
         child_path = f"{path}.{leaf}" if path else leaf
         blocks = [block for block in child.children() if next(block.children(), None) is not None]
         if isinstance(child, nn.ModuleList) and blocks and any(next(b.parameters(), None) is not None for b in blocks):
-            for number, block in child.named_children():
-                yield f"{child_path}.{number}", block
+            for index, block in child.named_children():
+                yield f"{child_path}.{index}", block
         else:
-            yield from _items_of_outermost_lists(child, child_path)
+            yield from _find_list_items(child, child_path)
 
 
 _MAX_POSITION_OFFSET = 2  # some model families do not use the first rows of their position embedding
@@ -187,7 +187,7 @@ class ModelGraph:
         model: Skeleton with parameters on the meta device. Its buffers are real, on the CPU until a runner moves them.
         units: All units in definition order. Together, they own all parameters.
         layouts: Layouts by name. Each unit that owns parameters has one or two (`<unit>`, `<unit>.frozen`).
-        owner_of: Maps every other name of a tied parameter to its name in the owner's layout.
+        owner_names: Maps every other name of a tied parameter to its name in the owner's layout.
         converters: Converters that changed the skeleton. They also change its passes and exports.
         optional_units: Indices of units that a micro-batch can skip, for example because it has no images.
     """
@@ -196,7 +196,7 @@ class ModelGraph:
     model: PreTrainedModel
     units: tuple[Unit, ...]
     layouts: Mapping[str, UnitLayout]
-    owner_of: Mapping[str, str]
+    owner_names: Mapping[str, str]
     dtype: torch.dtype
     converters: tuple[ModelConverter, ...] = ()
     optional_units: frozenset[int] = frozenset()
@@ -206,7 +206,7 @@ class ModelGraph:
         return _enter_all([converter.plain_model() for converter in self.converters])
 
     def pass_context(
-        self, on_dense_mask: Callable[[str], None] = lambda what: None, *, is_compiled: bool
+        self, on_dense_mask: Callable[[str], None] = lambda cause: None, *, is_compiled: bool
     ) -> AbstractContextManager[None]:
         """Return the context in which a pass runs its forward and backward. See `ModelConverter.pass_context`."""
         return _enter_all(
@@ -227,13 +227,13 @@ class ModelGraph:
     @property
     def trainable_parameters(self) -> tuple[str, ...]:
         """Full names of the trained parameters, in layout order."""
-        trained = (layout for layout in self.layouts.values() if layout.trainable)
-        return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
+        layouts = (layout for layout in self.layouts.values() if layout.trainable)
+        return tuple(dict.fromkeys(entry.parameter for layout in layouts for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
         """Return the names of the buffers that checkpoints contain. All others already have their final values."""
-        in_checkpoint = self.model.state_dict(keep_vars=True)
-        return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
+        checkpoint_names = self.model.state_dict(keep_vars=True)
+        return tuple(name for name, _ in self.model.named_buffers() if name in checkpoint_names)
 
 
 @contextmanager
@@ -272,9 +272,9 @@ def converted_graph(
             have to be trained.
         FreezeError: A pattern matches no parameter, or all parameters are frozen.
     """
-    freezes = any(converter.freezes_weights for converter in converters)
+    is_frozen = any(converter.freezes_weights for converter in converters)
     config = resolve_config(
-        config_or_folder, trust_remote_code=trust_remote_code, allows_quantized=freezes or not is_trained
+        config_or_folder, trust_remote_code=trust_remote_code, allow_quantized=is_frozen or not is_trained
     )
     model = build_skeleton(
         resolve_config(config, trust_remote_code=trust_remote_code),
@@ -284,18 +284,18 @@ def converted_graph(
         text_only=text_only,
         converters=converters,
     )
-    if not is_trained and not freezes:  # a freezing converter has already frozen all parameters except its own
+    if not is_trained and not is_frozen:  # a freezing converter has already frozen all parameters except its own
         model.requires_grad_(False)
     return graph_of(model, config, converters, freeze=freeze if is_trained else None, dtype=dtype)
 
 
-def find_split_mismatch(graph: ModelGraph, stored: Collection[str]) -> str:
+def find_split_mismatch(graph: ModelGraph, block_keys: Collection[str]) -> str:
     """Return the first layer whose experts are split only in the graph or only in the stored blocks, or "".
 
     Args:
-        stored: Keys of the blocks in a checkpoint.
+        block_keys: Keys of the blocks in a checkpoint.
     """
-    names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
+    names = {key.rpartition("/")[0].removesuffix(".frozen") for key in block_keys}
     for layer in dict.fromkeys(unit.layer for unit in graph.units if unit.layer):
         is_whole = any(unit.is_layer and unit.layer == layer for unit in graph.units)
         was_whole = layer in names
@@ -311,8 +311,8 @@ def num_learned_positions(graph: ModelGraph) -> int | None:
     if not isinstance(num_positions, int):
         return None
     for module in graph.model.modules():
-        is_other = isinstance(module, nn.Embedding) and module is not token_embedding
-        if is_other and 0 <= module.num_embeddings - num_positions <= _MAX_POSITION_OFFSET:
+        is_position = isinstance(module, nn.Embedding) and module is not token_embedding
+        if is_position and 0 <= module.num_embeddings - num_positions <= _MAX_POSITION_OFFSET:
             return num_positions
     return None
 
@@ -336,21 +336,21 @@ def graph_of(
 
     for path, module, kind in find_modules(model, is_unit):
         is_optional = any(converter.is_optional(module) for converter in converters)
-        inner: Sequence[InnerUnit] = ()
+        subunits: Sequence[InnerUnit] = ()
         if kind == "layer" and not is_optional:
-            inner = next((found for converter in converters if (found := converter.split_layer(model, module))), ())
-        if not inner:
+            subunits = next((parts for converter in converters if (parts := converter.split_layer(model, module))), ())
+        if not subunits:
             units.add(path, module, kind, is_optional=is_optional and kind != "container")
-        for each in inner:
-            if each.part is None:
-                units.add(f"{path}.{each.path}", each.module, "resident", inside=path)
+        for subunit in subunits:
+            if subunit.part is None:
+                units.add(f"{path}.{subunit.path}", subunit.module, "resident", layer=path)
             else:
-                units.add_part(f"{path}.{each.path}", each.module, each.part, inside=path)
-    owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
+                units.add_part(f"{path}.{subunit.path}", subunit.module, subunit.part, layer=path)
+    owners = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
     assert len(units.covered_names) == len(names), (len(units.covered_names), len(names), type(model).__name__)
     layouts = {layout.name: layout for layout in split_into_parts(units.layouts.values())}
     return ModelGraph(
-        config, model, tuple(units.found), layouts, owner_of, dtype, tuple(converters), frozenset(units.optional)
+        config, model, tuple(units.units), layouts, owners, dtype, tuple(converters), frozenset(units.optional_units)
     )
 
 
@@ -361,69 +361,69 @@ class _UnitCollector:
         names: Every parameter with all of its names. The owner's name comes first.
 
     Attributes:
-        found: Units in the order in which they were added.
+        units: Units in the order in which they were added.
         layouts: Layouts by name. A parameter's owner is the first unit that uses it.
         covered_names: Names of all parameters that are in a layout. Tied parameters have their owner's name.
-        optional: Indices of units that a micro-batch can skip.
+        optional_units: Indices of units that a micro-batch can skip.
     """
 
     def __init__(self, names: Sequence[tuple[nn.Parameter, list[str]]]) -> None:
-        self._owner = {id(parameter): aliases[0] for parameter, aliases in names}
-        self._layout_of: dict[str, str] = {}
-        self.found: list[Unit] = []
+        self._owners = {id(parameter): aliases[0] for parameter, aliases in names}
+        self._layout_names: dict[str, str] = {}
+        self.units: list[Unit] = []
         self.layouts: dict[str, UnitLayout] = {}
         self.covered_names: set[str] = set()
-        self.optional: set[int] = set()
+        self.optional_units: set[int] = set()
 
-    def add(self, path: str, module: nn.Module, kind: UnitKind, *, inside: str = "", is_optional: bool = False) -> None:
+    def add(self, path: str, module: nn.Module, kind: UnitKind, *, layer: str = "", is_optional: bool = False) -> None:
         """Add one of the model's modules as a unit.
 
         Args:
             path: Path of the module in the model.
-            inside: Path of the layer that contains the module, or "" outside layers.
+            layer: Path of the layer that contains the module, or "" outside layers.
             is_optional: Whether a micro-batch can skip the unit.
         """
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
-        own: dict[str, nn.Parameter] = {}
+        new_parameters: dict[str, nn.Parameter] = {}
         for _, parameter in parameters:
-            if self._owner[id(parameter)] not in self._layout_of:
-                own[self._owner[id(parameter)]] = parameter
-        for layout in build_layouts(path, own):
+            if self._owners[id(parameter)] not in self._layout_names:
+                new_parameters[self._owners[id(parameter)]] = parameter
+        for layout in build_layouts(path, new_parameters):
             self.layouts[layout.name] = layout
-            self._layout_of.update((entry.name, layout.name) for entry in layout.entries)
-        self.covered_names.update(own)
-        owned = ((local, self._owner[id(parameter)]) for local, parameter in parameters)
-        params = tuple((local, owner, self._layout_of[owner]) for local, owner in owned)
+            self._layout_names.update((entry.name, layout.name) for entry in layout.entries)
+        self.covered_names.update(new_parameters)
+        names = ((local_name, self._owners[id(parameter)]) for local_name, parameter in parameters)
+        params = tuple((local_name, owner, self._layout_names[owner]) for local_name, owner in names)
         if is_optional:
-            self.optional.add(len(self.found))
+            self.optional_units.add(len(self.units))
         is_layer = kind == "layer"
-        layer = path if is_layer else inside
-        self.found.append(
-            Unit(len(self.found), path, module, is_layer, params, kind == "container", layer, bool(inside))
+        unit_layer = path if is_layer else layer
+        self.units.append(
+            Unit(len(self.units), path, module, is_layer, params, kind == "container", unit_layer, bool(layer))
         )
 
-    def add_part(self, path: str, module: nn.Module, part: LayerPart, *, inside: str) -> None:
+    def add_part(self, path: str, module: nn.Module, part: LayerPart, *, layer: str) -> None:
         """Add a part of a module as a unit.
 
         Args:
             path: Path of the part, which does not exist in the model itself.
             module: Module that runs the part. It has its own parameters.
-            inside: Path of the layer that contains the part.
+            layer: Path of the layer that contains the part.
         """
-        names = {name: self._owner[id(parameter)] for name, parameter in part.whole.named_parameters(recurse=False)}
+        names = {name: self._owners[id(parameter)] for name, parameter in part.parent.named_parameters(recurse=False)}
         rows = f"[{part.rows.start}:{part.rows.stop}]"
-        own = {f"{names[name]}{rows}": parameter for name, parameter in module.named_parameters()}
-        (layout,) = build_layouts(path, own)
+        parameters = {f"{names[name]}{rows}": parameter for name, parameter in module.named_parameters()}
+        (layout,) = build_layouts(path, parameters)
         entries = tuple(
             replace(entry, part_of=name, first=part.rows.start * (entry.numel // len(part.rows)))
             for entry, name in zip(layout.entries, names.values(), strict=True)
         )
         self.layouts[path] = replace(layout, entries=entries)
-        self._layout_of.update((name, path) for name in own)
+        self._layout_names.update((name, path) for name in parameters)
         self.covered_names.update(names.values())
-        params = tuple((local, name, path) for local, name in zip(names, own, strict=True))
-        self.found.append(
-            Unit(len(self.found), path, module, False, params, layer=inside, shares_inputs=True, part=part)
+        params = tuple((local_name, name, path) for local_name, name in zip(names, parameters, strict=True))
+        self.units.append(
+            Unit(len(self.units), path, module, False, params, layer=layer, shares_inputs=True, part=part)
         )
 
 
@@ -434,10 +434,10 @@ def _names_by_parameter(
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter, []))[1].append(name)
-    integer = [aliases[0] for parameter, aliases in names.values() if not parameter.is_floating_point()]
-    if integer:
+    integer_names = [aliases[0] for parameter, aliases in names.values() if not parameter.is_floating_point()]
+    if integer_names:
         raise UnsupportedModelError(
-            type(model).__name__, f"parameters that are not floating-point numbers: {', '.join(integer[:4])}"
+            type(model).__name__, f"parameters that are not floating-point numbers: {', '.join(integer_names[:4])}"
         )
     return [(parameter, [_plain_name(name, converters) for name in aliases]) for parameter, aliases in names.values()]
 
@@ -451,15 +451,15 @@ def _plain_name(name: str, converters: Sequence[ModelConverter]) -> str:
 def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:
     passthrough = passthrough_modules(model)
     for pattern in patterns:
-        matched = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
-        if not matched and passthrough is not None and any(fnmatchcase(name, pattern) for name in passthrough.names):
+        matches = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
+        if not matches and passthrough is not None and any(fnmatchcase(name, pattern) for name in passthrough.names):
             continue  # pass-through tensors are never trained
-        if not matched:
-            everything = [alias for _, aliases in names for alias in aliases]
-            close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]
+        if not matches:
+            all_names = [alias for _, aliases in names for alias in aliases]
+            examples = difflib.get_close_matches(pattern, all_names, n=3, cutoff=0.3) or all_names[:3]
             text = f"model.freeze: the pattern '{pattern}' matches no parameter. Fix it; parameters are, for example, "
-            raise FreezeError(text + ", ".join(close))
-        for parameter in matched:
+            raise FreezeError(text + ", ".join(examples))
+        for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter, _ in names):
         text = f"model.freeze = {list(patterns)} leaves no parameter of {type(model).__name__} to train"

@@ -36,7 +36,7 @@ __all__ = [
     "push_folder",
 ]
 
-_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+_ID_PATTERN = re.compile(r"\w[\w.-]*/[\w.-]+")
 #: Files to fetch for a model, except weights. The ignored subfolders contain the same model in other formats.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _IGNORED_FILES = ["config.json", "original/*", "onnx/*", "*.gguf"]
@@ -65,15 +65,15 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A weight file that has been fetched: file ``number`` of ``count``."""
+    """A weight file that has been fetched: file ``position`` of ``count``."""
 
     name: str
-    number: int
+    position: int
     count: int
     nbytes: int
 
     def __str__(self) -> str:
-        return f"fetched {self.name}, {format_size(self.nbytes)} ({self.number} of {self.count})"
+        return f"fetched {self.name}, {format_size(self.nbytes)} ({self.position} of {self.count})"
 
 
 OnFetched = Callable[[FetchedFile], None]
@@ -92,7 +92,7 @@ def find_hub_model(name: str, revision: str | None) -> HubModel | None:
     Raises:
         HubError: The model or revision does not exist, the model is gated or private, or the hub cannot be reached.
     """
-    if Path(name).exists() or _ID.fullmatch(name) is None:
+    if Path(name).exists() or _ID_PATTERN.fullmatch(name) is None:
         return None
     return _locate_cached(name, revision)
 
@@ -102,14 +102,14 @@ def _locate_cached(name: str, revision: str | None) -> HubModel:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def snapshot(*, is_local: bool) -> HubModel:
-        small: dict[str, Any] = {
+    def fetch_snapshot(*, is_local: bool) -> HubModel:
+        options: dict[str, Any] = {
             "allow_patterns": _SMALL_FILES,
             "ignore_patterns": _IGNORED_FILES,
             "local_files_only": is_local,
         }
         folder = Path(
-            str(snapshot_download(name, revision=revision, tqdm_class=_progress_bar(is_shown=False), **small))
+            str(snapshot_download(name, revision=revision, tqdm_class=_progress_bar(is_shown=False), **options))
         )
         # Fetch config.json last, so that every folder with a config.json also has all other files.
         hf_hub_download(name, "config.json", revision=folder.name, local_files_only=is_local)
@@ -117,23 +117,23 @@ def _locate_cached(name: str, revision: str | None) -> HubModel:
 
     with _convert_errors(name, revision):
         try:
-            return snapshot(is_local=True)
+            return fetch_snapshot(is_local=True)
         except LocalEntryNotFoundError:
-            return snapshot(is_local=False)
+            return fetch_snapshot(is_local=False)
 
 
 def cached_folder(name: str) -> Path | None:
     """Return the cached folder of a hub model's tokenizer, or None if it is not cached. The network is not used."""
-    if _ID.fullmatch(name) is None:
+    if _ID_PATTERN.fullmatch(name) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "tokenizer_config.json")
+        path = try_to_load_from_cache(name, "tokenizer_config.json")
     except HFValidationError:  # the name is a path that does not exist, such as `models/Llama-3--8B`
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def missing_files(model: HubModel) -> list[str]:
@@ -150,7 +150,7 @@ def missing_weights(model: HubModel) -> dict[str, int]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    found = {}
+    sizes = {}
     with _convert_errors(model.id, model.commit):
         for name in missing_files(model):
             try:
@@ -163,16 +163,16 @@ def missing_weights(model: HubModel) -> dict[str, int]:
                     f"has no {name} on the hub, but this program reads only safetensors. Use a model with safetensors, "
                     "or convert it with transformers: from_pretrained(ID), then save_pretrained(FOLDER)",
                 ) from None
-            found[name] = int(info.file_size)
-    return found
+            sizes[name] = int(info.file_size)
+    return sizes
 
 
-def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows_bar: bool = False) -> None:
+def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, show_bar: bool = False) -> None:
     """Fetch all weight files that are not in the cache, one at a time.
 
     Args:
         on_fetched: Called after each file.
-        shows_bar: Whether to show a progress bar if stderr is a terminal.
+        show_bar: Whether to show a progress bar if stderr is a terminal.
 
     Raises:
         HubError: A file cannot be fetched, or the drive is too full. Files fetched earlier stay in the cache.
@@ -180,18 +180,18 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
     from huggingface_hub import hf_hub_download
 
     sizes = missing_weights(model)
-    needed, free = sum(sizes.values()), shutil.disk_usage(model.folder).free
-    if needed > free:
+    total, free = sum(sizes.values()), shutil.disk_usage(model.folder).free
+    if total > free:
         raise HubError(
             model.id,
-            f"{format_size(needed)} are missing, but {model.folder} has {format_size(free)} free. Free some space, or "
+            f"{format_size(total)} are missing, but {model.folder} has {format_size(free)} free. Free some space, or "
             "set HF_HOME to a folder on another drive",
         )
     with _convert_errors(model.id, model.commit):
-        for number, (name, nbytes) in enumerate(sizes.items(), 1):
-            hf_hub_download(model.id, name, revision=model.commit, tqdm_class=_progress_bar(is_shown=shows_bar))
+        for position, (name, nbytes) in enumerate(sizes.items(), 1):
+            hf_hub_download(model.id, name, revision=model.commit, tqdm_class=_progress_bar(is_shown=show_bar))
             if on_fetched is not None:
-                on_fetched(FetchedFile(name, number, len(sizes), nbytes))
+                on_fetched(FetchedFile(name, position, len(sizes), nbytes))
 
 
 def push_folder(folder: Path, name: str, *, is_private: bool = False) -> str:
@@ -206,11 +206,11 @@ def push_folder(folder: Path, name: str, *, is_private: bool = False) -> str:
     """
     from huggingface_hub import HfApi
 
-    with _convert_errors(name, None, writes=True):
+    with _convert_errors(name, None, is_upload=True):
         api = HfApi()
-        address = api.create_repo(name, private=is_private, exist_ok=True)
-        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Trained with megatrain-tier")
-    return str(address)
+        repo_url = api.create_repo(name, private=is_private, exist_ok=True)
+        api.upload_folder(repo_id=repo_url.repo_id, folder_path=folder, commit_message="Trained with megatrain-tier")
+    return str(repo_url)
 
 
 def _weight_files(model: HubModel) -> list[str]:
@@ -240,7 +240,7 @@ def _progress_bar(*, is_shown: bool) -> type[Any] | None:
 
 
 @contextmanager
-def _convert_errors(name: str, revision: str | None, *, writes: bool = False) -> Iterator[None]:
+def _convert_errors(name: str, revision: str | None, *, is_upload: bool = False) -> Iterator[None]:
     """Convert huggingface_hub's errors inside the context to ``HubError``."""
     from huggingface_hub import constants, errors
 
@@ -259,7 +259,7 @@ def _convert_errors(name: str, revision: str | None, *, writes: bool = False) ->
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision or 'main'!r} on the hub. Check model.revision"
     except errors.RepositoryNotFoundError:
-        if writes:
+        if is_upload:
             problem = "cannot be written on the hub. Set HF_TOKEN to a token with permission to write there"
         else:
             problem = (
@@ -271,17 +271,17 @@ def _convert_errors(name: str, revision: str | None, *, writes: bool = False) ->
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            what = "write there" if writes else "read it"
-            problem = f"is refused by the hub ({status}). Set HF_TOKEN to a token with permission to {what}"
+            action = "write there" if is_upload else "read it"
+            problem = f"is refused by the hub ({status}). Set HF_TOKEN to a token with permission to {action}"
         else:
             problem = f"the hub returned an error: {_first_line(error)}. Try again later; fetched files are kept"
     except errors.LocalTokenNotFoundError:
         problem = "needs a token. Set HF_TOKEN, or log in with `hf auth login`"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
-        problem = _describe_unreachable(error, writes=writes)
+        problem = _describe_unreachable(error, is_upload=is_upload)
     except OSError as error:
         if error.errno is None and not isinstance(error, errors.EntryNotFoundError):
-            problem = _describe_unreachable(error, writes=writes)
+            problem = _describe_unreachable(error, is_upload=is_upload)
         elif isinstance(error, errors.EntryNotFoundError):
             problem = f"lacks a file on the hub: {_first_line(error)}. Use another revision"
         else:
@@ -289,17 +289,17 @@ def _convert_errors(name: str, revision: str | None, *, writes: bool = False) ->
     except Exception as error:
         if not type(error).__module__.startswith("httpx"):  # huggingface_hub does not convert transport errors
             raise
-        problem = _describe_unreachable(error, writes=writes)
+        problem = _describe_unreachable(error, is_upload=is_upload)
     else:
         return
     raise HubError(name, problem) from None
 
 
-def _describe_unreachable(error: BaseException, *, writes: bool) -> str:
+def _describe_unreachable(error: BaseException, *, is_upload: bool) -> str:
     from huggingface_hub import constants
 
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error)
-    if writes:
+    if is_upload:
         return (
             f"cannot be written: {constants.ENDPOINT} cannot be reached ({reason}). The folder is complete; upload it "
             "later"

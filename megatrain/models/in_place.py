@@ -1,9 +1,9 @@
 """Source that reads frozen weights from the model's folder, so that no tier needs a second copy of them.
 
 Each fetch of a frozen block assembles the block from ranges of the folder's safetensors files. A range is read into a
-small buffer, bypassing the page cache. It is then cast to the compute dtype and copied to its place in the layout. The
-block is bit-identical to a block that is stored in a tier. Nothing is written to the folder. If a file changes during
-the run, the run ends with an error.
+small buffer, bypassing the page cache. It is then cast to the compute dtype and copied into the block. The block is
+bit-identical to a block that is stored in a tier. Nothing is written to the folder. If a file changes during the run,
+the run ends with an error.
 
 Blocks of a quantized folder contain the unchanged packed bytes (``packed.py``), whether or not a tier stores them.
 """
@@ -38,7 +38,7 @@ _PIECE_BYTES = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Rows of a tensor in a file, and their place in a block.
+    """Rows of a tensor in a file, and their position in a block.
 
     Attributes:
         record: The tensor in the file. Its dtype is uint8 for packed bytes, which are copied unchanged.
@@ -87,12 +87,12 @@ def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: to
         layouts: Layouts of the model. Trained layouts are skipped.
         dtype: Compute dtype.
     """
-    found = {}
+    blocks = {}
     for layout in layouts:
-        block = None if layout.trainable else _frozen_block(loader, layout, dtype)
+        block = None if layout.trainable else _make_block(loader, layout, dtype)
         if block is not None:
-            found[layout.name] = block
-    return found
+            blocks[layout.name] = block
+    return blocks
 
 
 def unread_block(layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock:
@@ -100,34 +100,35 @@ def unread_block(layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock:
     return FrozenBlock(layout, (), (), layout.num_elements * dtype.itemsize)
 
 
-def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock | None:
+def _make_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock | None:
     folder = loader.origin.folder
     packing = pack(layout, loader.regions, folder, dtype)
     if packing is None:
         return None
     ranges: list[FileRange] = []
     if not packing.weights:
-        for plain in packing.plain:
-            record, place = plain.source, plain.target.view()
-            ranges += _ranges(record, place)
+        for weight in packing.plain_weights:
+            record, view = weight.source, weight.target.view()
+            ranges += _split_ranges(record, view)
         return FrozenBlock(layout, tuple(ranges), _find_gaps(layout, dtype), layout.num_elements * dtype.itemsize)
-    for plain in packing.plain:
-        start = plain.offset // dtype.itemsize
-        ranges += _ranges(plain.source, torch.empty(start + plain.source.numel, device="meta")[start:])
-    for (name, held), (offset, decoder) in packing.raw.items():
-        start = folder.stored[name].offset + held.start
-        record = replace(folder.stored[name], dtype=torch.uint8, shape=(len(held),), offset=start, nbytes=len(held))
-        place = torch.empty(offset + len(held), dtype=torch.uint8, device="meta")[offset:]
-        check = partial(decoder.is_finite, name)
-        ranges += (replace(each, is_finite=check) for each in _ranges(record, place))
+    for weight in packing.plain_weights:
+        start = weight.offset // dtype.itemsize
+        ranges += _split_ranges(weight.source, torch.empty(start + weight.source.numel, device="meta")[start:])
+    for (name, span), (offset, decoder) in packing.byte_ranges.items():
+        tensor = folder.file_records[name]
+        start = tensor.offset + span.start
+        record = replace(tensor, dtype=torch.uint8, shape=(len(span),), offset=start, nbytes=len(span))
+        view = torch.empty(offset + len(span), dtype=torch.uint8, device="meta")[offset:]
+        is_finite = partial(decoder.is_finite, name)
+        ranges += (replace(file_range, is_finite=is_finite) for file_range in _split_ranges(record, view))
     return FrozenBlock(layout, tuple(ranges), packing.gaps, packing.nbytes, packing)
 
 
-def _ranges(record: TensorRecord, place: Tensor) -> Iterator[FileRange]:
+def _split_ranges(record: TensorRecord, view: Tensor) -> Iterator[FileRange]:
     """Split a tensor into ranges of whole rows. Each range has about ``_PIECE_BYTES``."""
-    for first, rows in split_rows(place, _PIECE_BYTES // record.dtype.itemsize):
-        skip = first * record.dtype.itemsize
-        yield FileRange(record, skip, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
+    for start, rows in split_rows(view, _PIECE_BYTES // record.dtype.itemsize):
+        skip_nbytes = start * record.dtype.itemsize
+        yield FileRange(record, skip_nbytes, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
 
 
 def _find_gaps(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
@@ -142,20 +143,20 @@ def _find_gaps(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
 def buffer_bytes(blocks: Iterable[FrozenBlock], dtype: torch.dtype) -> int:
     """Return the bytes of RAM that all readers need for buffers and converted pieces, excluding the blocks."""
     blocks = list(blocks)
-    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # estimate if the folder is unread
-    for each in (one for block in blocks for one in block.ranges):
-        is_rounded = dtype == torch.bfloat16 and each.record.dtype not in (dtype, torch.uint8)
-        converted = each.numel * (torch.float32.itemsize + dtype.itemsize) if is_rounded else 0
-        checked = 6 * each.numel if each.is_finite is not None else 0  # temporary tensors in `is_finite`
-        most = max(most, _page_window(each)[1] + PAGE_BYTES + converted + checked)
-    return round_up(NUM_READERS * most, PAGE_BYTES)
+    max_bytes = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # estimate if the folder is unread
+    for file_range in (r for block in blocks for r in block.ranges):
+        is_rounded = dtype == torch.bfloat16 and file_range.record.dtype not in (dtype, torch.uint8)
+        cast_bytes = file_range.numel * (torch.float32.itemsize + dtype.itemsize) if is_rounded else 0
+        check_bytes = 0 if file_range.is_finite is None else 6 * file_range.numel  # temporary tensors in `is_finite`
+        max_bytes = max(max_bytes, _page_window(file_range)[1] + PAGE_BYTES + cast_bytes + check_bytes)
+    return round_up(NUM_READERS * max_bytes, PAGE_BYTES)
 
 
-def _page_window(each: FileRange) -> tuple[int, int]:
+def _page_window(file_range: FileRange) -> tuple[int, int]:
     """Return (start, number of bytes) of the whole file pages that contain a range."""
-    start = each.record.offset + each.skip_nbytes
-    first = start // PAGE_BYTES * PAGE_BYTES
-    return first, round_up(start + each.numel * each.record.dtype.itemsize - first, PAGE_BYTES)
+    start = file_range.record.offset + file_range.skip_nbytes
+    page_start = start // PAGE_BYTES * PAGE_BYTES
+    return page_start, round_up(start + file_range.numel * file_range.record.dtype.itemsize - page_start, PAGE_BYTES)
 
 
 class FolderSource:
@@ -172,77 +173,77 @@ class FolderSource:
     def __init__(self, blocks: Mapping[str, FrozenBlock], dtype: torch.dtype) -> None:
         self._blocks, self._dtype = blocks, dtype
         self.block_bytes = {key: block.nbytes for key, block in blocks.items()}
-        self._identity: dict[Path, tuple[int, ...]] = {}
-        for path in {each.record.file for block in blocks.values() for each in block.ranges}:
+        self._identities: dict[Path, tuple[int, ...]] = {}
+        for path in {file_range.record.file for block in blocks.values() for file_range in block.ranges}:
             try:
-                self._identity[path] = _identity(os.stat(path))
+                self._identities[path] = _file_identity(os.stat(path))
             except OSError as error:
                 raise ModelFolderError(path, f"cannot be read: {error.strerror}. Restore it") from error
         self._buffers = threading.local()
         self._is_direct = True
-        self._checked: set[tuple[str, int]] = set()
+        self._checked_ranges: set[tuple[str, int]] = set()
 
     def parts(self, key: str) -> Sequence[ReadPart]:
         """Return a block's readers. See ``BlockSource``."""
         block = self._blocks[key]
-        reads = [partial(self._read, key, number, each) for number, each in enumerate(block.ranges)]
+        reads = [partial(self._read, key, index, file_range) for index, file_range in enumerate(block.ranges)]
         return [partial(self._zero_gaps, block.gaps), *reads]
 
     @staticmethod
-    def _zero_gaps(gaps: Sequence[range], into: Tensor) -> None:
+    def _zero_gaps(gaps: Sequence[range], out: Tensor) -> None:
         for gap in gaps:
-            into[gap.start : gap.stop].zero_()
+            out[gap.start : gap.stop].zero_()
 
-    def _read(self, key: str, number: int, each: FileRange, into: Tensor) -> None:
-        dtype = torch.uint8 if each.record.dtype == torch.uint8 else self._dtype
-        piece = self._bytes(each).view(each.record.dtype)
-        place = torch.as_strided(into.view(dtype), each.shape, each.stride, each.offset)
+    def _read(self, key: str, index: int, file_range: FileRange, out: Tensor) -> None:
+        dtype = torch.uint8 if file_range.record.dtype == torch.uint8 else self._dtype
+        piece = self._read_bytes(file_range).view(file_range.record.dtype)
+        view = torch.as_strided(out.view(dtype), file_range.shape, file_range.stride, file_range.offset)
         if piece.dtype != dtype and dtype == torch.bfloat16:
-            rounded = torch.empty(piece.numel(), dtype=torch.bfloat16)
-            high_half(piece.float(), rounded)
-            piece = rounded
-        place.copy_(piece.view(each.shape))
-        if (key, number) not in self._checked:  # check only once, because the files do not change during the run
-            if not (_is_finite(place) if each.is_finite is None else each.is_finite(place)):
+            cast_piece = torch.empty(piece.numel(), dtype=torch.bfloat16)
+            high_half(piece.float(), cast_piece)
+            piece = cast_piece
+        view.copy_(piece.view(file_range.shape))
+        if (key, index) not in self._checked_ranges:  # check only once, because the files do not change during the run
+            if not (_is_finite(view) if file_range.is_finite is None else file_range.is_finite(view)):
                 raise TransferError(
-                    f"tensor {each.record.name} contains infinite values or NaN. Use an undamaged model",
+                    f"tensor {file_range.record.name} contains infinite values or NaN. Use an undamaged model",
                     tier="folder",
-                    path=str(each.record.file),
+                    path=str(file_range.record.file),
                 )
-            self._checked.add((key, number))
+            self._checked_ranges.add((key, index))
 
-    def _bytes(self, each: FileRange) -> Tensor:
+    def _read_bytes(self, file_range: FileRange) -> Tensor:
         """Read a range, bypassing the page cache. The result is valid until this thread reads again."""
-        first, nbytes = _page_window(each)
+        page_start, nbytes = _page_window(file_range)
         window = self._buffer(nbytes)[:nbytes]
-        path = each.record.file
+        path = file_range.record.file
         fd = open_direct(path, os.O_RDONLY, self._disable_direct) if self._is_direct else os.open(path, os.O_RDONLY)
         try:
             self._check_unchanged(path, os.fstat(fd))
-            found = read_all(fd, tensor_bytes(window), first, self._disable_direct)
+            num_read = read_all(fd, tensor_bytes(window), page_start, self._disable_direct)
             if not self._is_direct:  # drop the pages from the cache, which the RAM tier does not account for
-                drop_cached(fd, first, nbytes)
+                drop_cached(fd, page_start, nbytes)
         finally:
             os.close(fd)
-        start = each.record.offset + each.skip_nbytes - first
-        stop = start + each.numel * each.record.dtype.itemsize
-        if found < stop:
+        start = file_range.record.offset + file_range.skip_nbytes - page_start
+        stop = start + file_range.numel * file_range.record.dtype.itemsize
+        if num_read < stop:
             raise self._changed_error(path)
-        return window[start:stop] if start % each.record.dtype.itemsize == 0 else window[start:stop].clone()
+        return window[start:stop] if start % file_range.record.dtype.itemsize == 0 else window[start:stop].clone()
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Return this thread's page-aligned buffer. It has at least ``nbytes`` bytes."""
-        held: Tensor | None = getattr(self._buffers, "bytes", None)
-        if held is None or held.numel() < nbytes:
-            whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
-            held = self._buffers.bytes = whole[-whole.data_ptr() % PAGE_BYTES :]
-        return held
+        buffer: Tensor | None = getattr(self._buffers, "bytes", None)
+        if buffer is None or buffer.numel() < nbytes:
+            storage = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+            buffer = self._buffers.bytes = storage[-storage.data_ptr() % PAGE_BYTES :]
+        return buffer
 
     def _disable_direct(self) -> None:
         self._is_direct = False  # the file system does not support direct reads
 
     def _check_unchanged(self, path: Path, status: os.stat_result) -> None:
-        if _identity(status) != self._identity[path]:
+        if _file_identity(status) != self._identities[path]:
             raise self._changed_error(path)
 
     def _changed_error(self, path: Path) -> TransferError:
@@ -254,10 +255,10 @@ class FolderSource:
         )
 
 
-def _identity(status: os.stat_result) -> tuple[int, ...]:
+def _file_identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _is_finite(place: Tensor) -> bool:
-    low, high = torch.aminmax(place)
-    return bool(torch.isfinite(low) and torch.isfinite(high))
+def _is_finite(view: Tensor) -> bool:
+    minimum, maximum = torch.aminmax(view)
+    return bool(torch.isfinite(minimum) and torch.isfinite(maximum))

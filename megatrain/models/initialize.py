@@ -70,20 +70,20 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
     for tensor in tensors.values():
         tensor.fill_(float("nan"))  # elements that are still NaN at the end have no rule
     owners = _owner_names(model, tensors)
-    bound = {owners[name]: tensor for name, tensor in tensors.items()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _bind(model, bound):
+    bound_tensors = {owners[name]: tensor for name, tensor in tensors.items()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _bind(model, bound_tensors):
         with initialization.guard_torch_init_functions():
-            for name, module, owner in _find_modules(model, bound):
+            for name, module, owner in _find_modules(model, bound_tensors):
                 torch.manual_seed(name_seed(seed, name))
                 cast("Any", owner)._init_weights(module)
-        for name in sorted(name for name, tensor in bound.items() if _has_nan(tensor)):
+        for name in sorted(name for name, tensor in bound_tensors.items() if _has_nan(tensor)):
             module_name, _, leaf = name.rpartition(".")
             torch.manual_seed(name_seed(seed, module_name))
             _reset_parameter(model.get_submodule(module_name), leaf)
-    without_rule = sorted(name for name, tensor in tensors.items() if _has_nan(tensor))
-    if without_rule:
+    uncovered_names = sorted(name for name, tensor in tensors.items() if _has_nan(tensor))
+    if uncovered_names:
         raise InitializationError(
-            f"{type(model).__name__} has no rule to initialise {', '.join(without_rule[:4])}. "
+            f"{type(model).__name__} has no rule to initialise {', '.join(uncovered_names[:4])}. "
             "Start from a folder with weights instead of train_from_scratch"
         )
 
@@ -100,8 +100,8 @@ class Initializer:
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
         self._model, self._names, self._seed = model, list(names), seed
-        self._rules = _record(model, self._names, seed)
-        self._whole: dict[str, Tensor] = {}
+        self._rules = _record_rules(model, self._names, seed)
+        self._full_tensors: dict[str, Tensor] = {}
 
     @property
     def supports_ranges(self) -> bool:
@@ -119,19 +119,19 @@ class Initializer:
         Raises:
             InitializationError: Neither transformers nor torch has a rule for a parameter.
         """
-        if self._rules is not None and (before := start % _GROUP_SIZE):  # parts of experts can start within a group
-            wider = torch.empty(before + out.numel())
-            self._rules.read(name, start - before, wider)
-            out.copy_(wider[before:])
+        if self._rules is not None and (skip := start % _GROUP_SIZE):  # parts of experts can start within a group
+            buffer = torch.empty(skip + out.numel())
+            self._rules.read(name, start - skip, buffer)
+            out.copy_(buffer[skip:])
             return
         if self._rules is not None:
             self._rules.read(name, start, out)
             return
-        if not self._whole:
+        if not self._full_tensors:
             shapes = {name: self._model.get_parameter(name).shape for name in self._names}
-            self._whole = {name: torch.empty(shape, device="cpu") for name, shape in shapes.items()}
-            initialize_tensors(self._model, self._whole, self._seed)
-        out.copy_(self._whole[name].view(-1)[start : start + out.numel()])
+            self._full_tensors = {name: torch.empty(shape, device="cpu") for name, shape in shapes.items()}
+            initialize_tensors(self._model, self._full_tensors, self._seed)
+        out.copy_(self._full_tensors[name].view(-1)[start : start + out.numel()])
 
 
 @dataclass
@@ -141,25 +141,25 @@ class _Operation:
     Attributes:
         function: torch function that changes its first argument in place.
         arguments: Arguments after the tensor.
-        before: Previous draw in the same random sequence, or None if this draw starts from the seed.
+        previous_draw: Previous draw in the same random sequence, or None if this draw starts from the seed.
         seed: Seed of a draw. Unused for all other operations.
         box: Region of the parameter that the operation fills, or None for the whole parameter.
         position: Index of the next element to draw, or -1 before the first draw.
         state: Generator state before ``position``, or None before the first draw.
-        end: Generator state after the last element, or None until the last element has been drawn.
+        end_state: Generator state after the last element, or None until the last element has been drawn.
         leftover: Last elements of the parameter, fewer than a group, that are drawn but not yet returned.
     """
 
     name: str
     function: Any
     arguments: tuple[Any, ...]
-    before: _Operation | None
+    previous_draw: _Operation | None
     seed: int
     num_elements: int
     box: Region | None = None
     position: int = -1
     state: Tensor | None = None
-    end: Tensor | None = None
+    end_state: Tensor | None = None
     leftover: Tensor | None = None
 
     def apply(self, start: int, out: Tensor) -> None:
@@ -170,8 +170,8 @@ class _Operation:
             self.function(out, *self.arguments)
         else:
             for box in self.box.clip(start, start + out.numel()):
-                place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
-                self.function(place, *self.arguments)
+                view = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
+                self.function(view, *self.arguments)
 
     def _draw(self, start: int, out: Tensor) -> None:
         if self.position != start:
@@ -184,42 +184,42 @@ class _Operation:
     def _rewind(self) -> None:
         generator = torch.Generator()
         generator.manual_seed(self.seed)
-        if self.before is not None:
-            generator.set_state(self.before.state_at_end())
+        if self.previous_draw is not None:
+            generator.set_state(self.previous_draw.state_at_end())
         self.position, self.state, self.leftover = 0, generator.get_state(), None
 
     def state_at_end(self) -> Tensor:
         """Draw the remaining elements. Return the generator's state after the last element."""
-        if self.end is None:
+        if self.end_state is None:
             if self.position < 0:
                 self._rewind()
             while self.position < self.num_elements:
                 self._draw_next(torch.empty(min(_SKIPPED_ELEMENTS, self.num_elements - self.position)))
-        assert self.end is not None
-        return self.end
+        assert self.end_state is not None
+        return self.end_state
 
     def _draw_next(self, out: Tensor) -> None:
         """Draw the next elements into ``out``. Its size must be a multiple of the group size, except at the end."""
         stop = self.position + out.numel()
-        rest = self.num_elements - stop
+        tail = self.num_elements - stop
         if self.leftover is not None:
             out.copy_(self.leftover[: out.numel()])
             self.leftover = self.leftover[out.numel() :]
         else:
-            assert self.state is not None and (rest == 0 or out.numel() % _GROUP_SIZE == 0), (self.name, out.numel())
+            assert self.state is not None and (tail == 0 or out.numel() % _GROUP_SIZE == 0), (self.name, out.numel())
             generator = torch.Generator()
             generator.set_state(self.state)
-            if 0 < rest < _GROUP_SIZE:  # the last group starts in this range, and torch draws it as a whole
-                whole = torch.empty(out.numel() + rest)
-                self.function(whole, *self.arguments, generator=generator)
-                out.copy_(whole[: out.numel()])
-                self.leftover = whole[out.numel() :]
+            if 0 < tail < _GROUP_SIZE:  # the last group starts in this range, and torch draws it as a whole
+                buffer = torch.empty(out.numel() + tail)
+                self.function(buffer, *self.arguments, generator=generator)
+                out.copy_(buffer[: out.numel()])
+                self.leftover = buffer[out.numel() :]
             else:
                 self.function(out, *self.arguments, generator=generator)
             self.state = generator.get_state()
         self.position = stop
-        if rest == 0:
-            self.end, self.leftover = self.state, None
+        if tail == 0:
+            self.end_state, self.leftover = self.state, None
 
 
 @dataclass
@@ -231,12 +231,12 @@ class _Rules:
     def read(self, name: str, start: int, out: Tensor) -> None:
         """See ``Initializer.read``."""
         is_plain = out.dtype == torch.float32 and out.is_contiguous()
-        found = out if is_plain else torch.empty(out.numel())
+        result = out if is_plain else torch.empty(out.numel())
         with torch.no_grad():
             for operation in self.operations[name]:
-                operation.apply(start, found)
+                operation.apply(start, result)
             if not is_plain:
-                out.copy_(found)
+                out.copy_(result)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -271,16 +271,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_operation(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         tensor, arguments = args[0], tuple(args[1:])
         is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        has_numbers = all(isinstance(each, (int, float, bool, type(None))) for each in arguments)
+        has_numbers = all(isinstance(argument, (int, float, bool, type(None))) for argument in arguments)
         options = {key: value for key, value in kwargs.items() if value is not None}
-        known = (*_DRAWS, *_FILLS, *_CHANGES) if is_whole else _FILLS
-        if func not in known or not has_numbers or options:
+        functions = (*_DRAWS, *_FILLS, *_CHANGES) if is_whole else _FILLS
+        if func not in functions or not has_numbers or options:
             self.is_simple = False
             return
         is_draw = func in _DRAWS
-        before = self._last_draw if is_draw else None
+        previous_draw = self._last_draw if is_draw else None
         box = None if is_whole else region_of(name, tensor, tensor)  # for example, the padding token's row
-        operation = _Operation(name, func, arguments, before, self._seed, tensor.numel(), box)
+        operation = _Operation(name, func, arguments, previous_draw, self._seed, tensor.numel(), box)
         if is_draw:
             self._last_draw = operation
         if func in _CHANGES or not is_whole:
@@ -290,27 +290,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors:
         return str(kwargs.get("device")) == "meta"
-    return all(each.device.type == "meta" for each in tensors)
+    return all(value.device.type == "meta" for value in tensors)
 
 
-def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules | None:
+def _record_rules(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules | None:
     """Record the rules' operations. Return None if they cannot be repeated range by range."""
     from transformers import initialization
 
     owners = _owner_names(model, names)
-    bound = {owners[name]: torch.empty(model.get_parameter(name).shape, device="meta") for name in names}
-    recorder = _Recorder({tensor.untyped_storage()._cdata: name for name, tensor in bound.items()})
+    bound_tensors = {owners[name]: torch.empty(model.get_parameter(name).shape, device="meta") for name in names}
+    recorder = _Recorder({tensor.untyped_storage()._cdata: name for name, tensor in bound_tensors.items()})
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
-            _bind(model, bound),
+            _bind(model, bound_tensors),
             initialization.guard_torch_init_functions(),
         ):
-            for name, module, owner in _find_modules(model, bound):
+            for name, module, owner in _find_modules(model, bound_tensors):
                 recorder.begin(name_seed(seed, name))
                 torch.manual_seed(name_seed(seed, name))
                 with recorder:
@@ -318,9 +318,9 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
     except (RuntimeError, NotImplementedError):
         return None  # a rule reads a tensor's values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
-    firsts = [each[0] if each else None for each in operations.values()]
+    first_ops = [ops[0] if ops else None for ops in operations.values()]
     # If no operation fills a parameter completely, torch's `reset_parameters` must run, even for other parameters.
-    if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in firsts):
+    if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in first_ops):
         return None
     return _Rules(operations)
 
@@ -339,34 +339,34 @@ def _reset_parameter(module: nn.Module, leaf: str) -> None:
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         return
-    kept = {name: value for name, value in module._parameters.items() if name != leaf and value is not None}
-    for name, value in kept.items():
+    other_parameters = {name: value for name, value in module._parameters.items() if name != leaf and value is not None}
+    for name, value in other_parameters.items():
         module._parameters[name] = nn.Parameter(torch.empty_like(value), requires_grad=False)
     try:
         reset()
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(other_parameters)
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Map each name to the first of its tied names. The module with the first name determines the final values."""
-    source_of = {name: group[0] for group in tied_groups(model) for name in group}
-    return {name: source_of.get(name, name) for name in names}
+    owners = {name: group[0] for group in tied_groups(model) for name in group}
+    return {name: owners.get(name, name) for name in names}
 
 
 @contextmanager
 def _bind(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Bind ``tensors`` as parameters of ``model`` in the context. Other names of tied parameters stay on meta."""
-    changed: list[tuple[nn.Module, str, nn.Parameter]] = []
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for name, tensor in tensors.items():
             module_name, _, leaf = name.rpartition(".")
             module = model.get_submodule(module_name)
-            changed.append((module, leaf, model.get_parameter(name)))
+            originals.append((module, leaf, model.get_parameter(name)))
             module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
         yield
     finally:
-        for module, leaf, parameter in changed:
+        for module, leaf, parameter in originals:
             module._parameters[leaf] = parameter
 
 
@@ -380,13 +380,13 @@ def _find_modules(
     """
     from transformers import PreTrainedModel
 
-    wanted = {""}
+    module_names = {""}
     for name in tensors:
         parts = name.split(".")
-        wanted.update(".".join(parts[:length]) for length in range(1, len(parts)))
+        module_names.update(".".join(parts[:length]) for length in range(1, len(parts)))
 
     def visit(name: str, module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-        if name not in wanted:
+        if name not in module_names:
             return
         if isinstance(module, PreTrainedModel):
             owner = module

@@ -82,9 +82,9 @@ def missing_internals(names: Iterable[str]) -> list[str]:
 def _exists(name: str) -> bool:
     module, _, path = name.partition(":")
     try:
-        found: object = import_module(module)
+        value: object = import_module(module)
         for leaf in path.split("."):
-            found = getattr(found, leaf)
+            value = getattr(value, leaf)
     except (ImportError, AttributeError):
         return False
     return True
@@ -102,17 +102,17 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False, wi
     Raises:
         TransformersVersionError: Internals are missing.
     """
-    wanted = {
+    internals = {
         **MODEL_INTERNALS,
         **(TRAINER_INTERNALS if with_trainer else {}),
         **(IMAGE_INTERNALS if with_images else {}),
         **(SCHEDULE_INTERNALS if with_schedules else {}),
     }
-    gone = missing_internals(wanted)
-    if gone:
-        named = "; ".join(f"{name.replace(':', '.')} ({wanted[name]})" for name in gone)
+    missing = missing_internals(internals)
+    if missing:
+        missing_text = "; ".join(f"{name.replace(':', '.')} ({internals[name]})" for name in missing)
         raise TransformersVersionError(
-            f"transformers {version('transformers')} lacks {named}. Install a supported version: "
+            f"transformers {version('transformers')} lacks {missing_text}. Install a supported version: "
             f"pip install '{required_transformers()}'"
         )
 
@@ -120,20 +120,20 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False, wi
 def required_transformers() -> str:
     """Return the transformers version that this package requires, in pip's syntax."""
     try:
-        asked = requires("megatrain-tier") or []
+        lines = requires("megatrain-tier") or []
     except PackageNotFoundError:  # the package is not installed
-        asked = []
-    return next((line.split(";")[0].strip() for line in asked if line.startswith("transformers")), "transformers")
+        lines = []
+    return next((line.split(";")[0].strip() for line in lines if line.startswith("transformers")), "transformers")
 
 
 def print_missing() -> int:
     """Print the missing internals. Return 1 if there are any."""
-    used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
-    gone = missing_internals(used)
-    print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals exist")
-    for name in gone:
-        print(f"missing: {name.replace(':', '.')} ({used[name]})")
-    return 1 if gone else 0
+    table = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
+    missing = missing_internals(table)
+    print(f"transformers {version('transformers')}: {len(table) - len(missing)} of {len(table)} internals exist")
+    for name in missing:
+        print(f"missing: {name.replace(':', '.')} ({table[name]})")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -83,16 +83,16 @@ class WeightLoader:
         self._model = model
         self._largest_conversion_nbytes = 0
         self._regions: dict[int, Mapping[str, Sequence[Region]] | None] = {}
-        self._converted: tuple[Conversion, Mapping[str, Tensor]] | None = None
-        self._absent: tuple[UnitLayout, Initializer] | None = None
+        self._last_conversion: tuple[Conversion, Mapping[str, Tensor]] | None = None
+        self._last_initializer: tuple[UnitLayout, Initializer] | None = None
         records = self._folder.records
-        on_meta = {
+        meta_tensors = {
             name: torch.empty(record.shape, dtype=record.dtype, device="meta") for name, record in records.items()
         }
         passthrough = passthrough_modules(model)
         with passthrough.registered() if passthrough is not None else nullcontext():
             try:
-                plan = plan_load(model, on_meta)
+                plan = plan_load(model, meta_tensors)
             except ConversionError as error:
                 raise ModelFolderError(self._folder.path, f"{error}. {_SAME_MODEL}") from error
             self._steps = plan.target_steps
@@ -120,7 +120,7 @@ class WeightLoader:
         """
         for entry in layout.entries:
             self._fill_range(layout, entry, 0, views[entry.name].view(-1))
-        self._converted = None
+        self._last_conversion = None
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Load a range of a layout's block into ``out``. Elements between parameters are unchanged.
@@ -136,26 +136,26 @@ class WeightLoader:
             ModelFolderError: A file cannot be read, or a weight is infinite or NaN.
         """
         stop = start + out.numel()
-        for entry, first, last in entries_within(layout, start, stop):
-            self._fill_range(layout, entry, first, out[entry.offset + first - start : entry.offset + last - start])
+        for entry, begin, end in entries_within(layout, start, stop):
+            self._fill_range(layout, entry, begin, out[entry.offset + begin - start : entry.offset + end - start])
         if stop >= layout.num_elements:
-            self._converted = None
+            self._last_conversion = None
 
     def _fill_range(self, layout: UnitLayout, entry: TensorEntry, start: int, out: Tensor) -> None:
         """Fill ``out`` with a parameter's elements, starting at element ``start``."""
         step, start = self._find_step(entry.parameter), entry.first + start
         with torch.no_grad():
             if step is None:  # transformers permits that the folder lacks this parameter, and initializes it
-                self._initializer(layout).read(entry.parameter, start, out)
+                self._get_initializer(layout).read(entry.parameter, start, out)
             else:
                 self._run_step(step, entry.parameter, start, out)
             self._check_finite(entry.parameter, out)
 
-    def _initializer(self, layout: UnitLayout) -> Initializer:
-        if self._absent is None or self._absent[0] is not layout:
-            absent = [entry.parameter for entry in layout.entries if self._find_step(entry.parameter) is None]
-            self._absent = layout, Initializer(self._model, absent, seed=0)
-        return self._absent[1]
+    def _get_initializer(self, layout: UnitLayout) -> Initializer:
+        if self._last_initializer is None or self._last_initializer[0] is not layout:
+            names = [entry.parameter for entry in layout.entries if self._find_step(entry.parameter) is None]
+            self._last_initializer = layout, Initializer(self._model, names, seed=0)
+        return self._last_initializer[1]
 
     def regions(self, name: str) -> Sequence[Region] | None:
         """Return the regions of the folder's tensors that form a parameter. The tensors are not read.
@@ -166,14 +166,14 @@ class WeightLoader:
         step = self._find_step(name)
         if step is None:
             return None
-        regions = self._regions_of(step)
+        regions = self._find_regions(step)
         return None if regions is None else regions[self._find_target(step, name)]
 
     def _find_target(self, step: Conversion, name: str) -> str:
-        found: str = next(alias for alias in (name, *self._aliases.get(name, ())) if alias in step.targets)
-        return found
+        target: str = next(alias for alias in (name, *self._aliases.get(name, ())) if alias in step.targets)
+        return target
 
-    def _regions_of(self, step: Conversion) -> Mapping[str, Sequence[Region]] | None:
+    def _find_regions(self, step: Conversion) -> Mapping[str, Sequence[Region]] | None:
         if id(step) not in self._regions:
             self._regions[id(step)] = step.regions(self._model)
         return self._regions[id(step)]
@@ -208,20 +208,20 @@ class WeightLoader:
         """Fill ``out`` with elements of a model tensor, starting at ``start``. The tensor is a target of ``step``."""
         target, regions = (
             self._find_target(step, name),
-            None if self._has_transposed_source(step) else self._regions_of(step),
+            None if self._has_transposed_source(step) else self._find_regions(step),
         )
         if regions is not None:
-            largest = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
-            read_regions(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))
+            itemsize = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
+            read_regions(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // itemsize))
             return
-        if self._converted is None or self._converted[0] is not step:
-            self._converted = None  # free the previous result before the next conversion
+        if self._last_conversion is None or self._last_conversion[0] is not step:
+            self._last_conversion = None  # free the previous result before the next conversion
             outputs = step.run(self._folder.read, self._model)
-            held = sum(self._folder.records[source].nbytes for source in step.source_names)
-            held += sum(value.nbytes for value in outputs.values())
-            self._largest_conversion_nbytes = max(self._largest_conversion_nbytes, held)
-            self._converted = step, outputs
-        out.copy_(self._converted[1][target].reshape(-1)[start : start + out.numel()])
+            nbytes = sum(self._folder.records[source].nbytes for source in step.source_names)
+            nbytes += sum(value.nbytes for value in outputs.values())
+            self._largest_conversion_nbytes = max(self._largest_conversion_nbytes, nbytes)
+            self._last_conversion = step, outputs
+        out.copy_(self._last_conversion[1][target].reshape(-1)[start : start + out.numel()])
 
     def _classify_tensors(self, plan: LoadPlan) -> Origin:
         """Classify the folder's tensors as trained or pass-through. Check that an export can restore all of them."""
@@ -231,30 +231,28 @@ class WeightLoader:
         owners: dict[str, str] = {}
         trained: list[str] = []
         for step in {id(step): step for step in plan.target_steps.values()}.values():
-            inside = [target for target in step.targets if target in parameters]
-            if inside and len(inside) < len(step.targets):
-                outside = next(target for target in step.targets if target not in parameters)
-                text = (
-                    f"tensor {step.source_names[0]} has a trained part ({inside[0]}) and an untrained one ({outside})"
-                )
+            params = [target for target in step.targets if target in parameters]
+            if params and len(params) < len(step.targets):
+                buffer = next(target for target in step.targets if target not in parameters)
+                text = f"tensor {step.source_names[0]} has a trained part ({params[0]}) and an untrained one ({buffer})"
                 raise ModelFolderError(self._folder.path, f"{text}. Such a model is not supported")
-            trained += inside
-            for name in () if inside else step.source_names:
+            trained += params
+            for name in () if params else step.source_names:
                 owners[name] = _owner(step.first_target, paths) if step.first_target in passthrough_names else "buffers"
         head = head_of(self._model)
         other_heads = {name for name in plan.ignored if head is not None and head.is_excluded(plan.ignored[name])}
         owners.update((name, _owner(name, ())) for name in plan.ignored if name not in other_heads)
         names = tuple(name for name in self._folder.records if name in owners)
         origin = Origin(self._folder, plan, PassthroughTensors(self._folder, names, owners), tuple(sorted(trained)))
-        places = self._model.state_dict(keep_vars=True)
+        state = self._model.state_dict(keep_vars=True)
         try:
-            steps = plan_export(self._model, {name: places[name].to("meta") for name in trained}, plan)
+            steps = plan_export(self._model, {name: state[name].to("meta") for name in trained}, plan)
         except ConversionError as error:
             raise ModelFolderError(self._folder.path, f"{error}. Such a folder is not supported") from error
-        given_back = {target for step in steps for target in step.targets}
-        lost = sorted(self._folder.records.keys() - given_back - set(names) - other_heads)
-        if lost:
-            text = f"{len(lost)} tensors could not be restored by an export: {join_names(lost)}"
+        restored_names = {target for step in steps for target in step.targets}
+        lost_names = sorted(self._folder.records.keys() - restored_names - set(names) - other_heads)
+        if lost_names:
+            text = f"{len(lost_names)} tensors could not be restored by an export: {join_names(lost_names)}"
             raise ModelFolderError(self._folder.path, f"{text}. Such a folder is not supported")
         return origin
 
@@ -279,9 +277,9 @@ class WeightLoader:
         return other_class_advice(map(str, names)) or _SAME_MODEL
 
     def _check_shapes(self) -> None:
-        places = self._model.state_dict(keep_vars=True)
+        state = self._model.state_dict(keep_vars=True)
         for name, step in self._steps.items():
-            made, place = step.targets[name], places[name]
+            target, tensor = step.targets[name], state[name]
             source = self._folder.records[step.source_names[0]]
             # Check the module's type, because a transposed square weight would have the right shape.
             if source.decoder is not None and is_conv1d(self._model.get_submodule(name.rpartition(".")[0])):
@@ -290,43 +288,43 @@ class WeightLoader:
                     f"tensor {source.name} is quantized, but {name} is the weight of a Conv1D. Such weights are stored "
                     f"transposed, which is not supported. {PLAIN_ADVICE}",
                 )
-            if made.shape != place.shape:
+            if target.shape != tensor.shape:
                 raise ModelFolderError(
                     source.file,
-                    f"tensor {source.name} gives {name} the shape {list(made.shape)}, "
-                    f"but config.json requires {list(place.shape)}. {_SAME_MODEL}",
+                    f"tensor {source.name} gives {name} the shape {list(target.shape)}, "
+                    f"but config.json requires {list(tensor.shape)}. {_SAME_MODEL}",
                 )
-            if place.is_floating_point() and not made.is_floating_point():
+            if tensor.is_floating_point() and not target.is_floating_point():
                 raise ModelFolderError(
                     source.file,
-                    f"tensor {source.name} has dtype {str(made.dtype).removeprefix('torch.')}, but the model has "
+                    f"tensor {source.name} has dtype {str(target.dtype).removeprefix('torch.')}, but the model has "
                     "floating-point weights (a quantized model?). Use the original model",
                 )
 
     def _check_tied(self) -> None:
         """Reject files that contain different values for tensors that the config ties."""
         for names in tied_groups(self._model):
-            stored = [self._steps[name].source_names[0] for name in names if name in self._steps]
-            for other in stored[1:]:
-                if not self._are_equal(stored[0], other):
+            sources = [self._steps[name].source_names[0] for name in names if name in self._steps]
+            for source in sources[1:]:
+                if not self._has_equal_values(sources[0], source):
                     raise ModelFolderError(
                         self._folder.path,
-                        f"config.json ties {stored[0]} and {other}, but the files contain different values. "
+                        f"config.json ties {sources[0]} and {source}, but the files contain different values. "
                         'Set "tie_word_embeddings": false in config.json to train them separately',
                     )
 
-    def _are_equal(self, name: str, other: str) -> bool:
-        first, second = self._folder.records[name], self._folder.records[other]
-        if (first.shape, first.dtype) != (second.shape, second.dtype):
+    def _has_equal_values(self, name: str, other_name: str) -> bool:
+        record, other_record = self._folder.records[name], self._folder.records[other_name]
+        if (record.shape, record.dtype) != (other_record.shape, other_record.dtype):
             return False
-        pairs = zip(self._folder.pieces(name), self._folder.pieces(other), strict=True)
+        pairs = zip(self._folder.pieces(name), self._folder.pieces(other_name), strict=True)
         return all(torch.equal(left, right) for (_, left), (_, right) in pairs)
 
     def _check_finite(self, name: str, view: Tensor) -> None:
         if view.numel() == 0:
             return
-        low, high = torch.aminmax(view)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        minimum, maximum = torch.aminmax(view)
+        if not (torch.isfinite(minimum) and torch.isfinite(maximum)):
             step = self._find_step(name)
             path = self._folder.records[step.source_names[0]].file if step else self._folder.path
             raise ModelFolderError(path, f"parameter {name} contains infinite values or NaN. Use an undamaged model")
@@ -338,5 +336,5 @@ def _owner(name: str, paths: tuple[str, ...]) -> str:
         if name == path or name.startswith(f"{path}."):
             return path
     parts = name.split(".")
-    number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-    return ".".join(parts[: number + 1] if number is not None else parts[:-1] or parts)
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: index + 1] if index is not None else parts[:-1] or parts)

@@ -39,12 +39,12 @@ class Target:
     stride: tuple[int, ...]
     offset: int
 
-    def view(self, flat: Tensor | None = None) -> Tensor:
-        """Return the view of ``flat`` at this location. If ``flat`` is None, return a view of a meta tensor."""
-        if flat is None:
+    def view(self, tensor: Tensor | None = None) -> Tensor:
+        """Return the view of ``tensor`` at this location. If ``tensor`` is None, return a view of a meta tensor."""
+        if tensor is None:
             span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-            flat = torch.empty(self.offset + span, device="meta")
-        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+            tensor = torch.empty(self.offset + span, device="meta")
+        return torch.as_strided(tensor, self.shape, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class PackedWeight:
         decoder: Decoder of the tensor.
         offsets: Byte offset in the block of each tensor that the decoder reads. If the block contains only a range of
             the tensor, this is the offset at which the whole tensor would start.
-        first: Index of the range's first element in the tensor.
+        start: Index of the range's first element in the tensor.
         target: Location of the decoded elements in the layout's weights.
     """
 
     decoder: Decoder
     offsets: tuple[int, ...]
-    first: int
+    start: int
     target: Target
 
 
@@ -85,18 +85,18 @@ class Packing:
     """Layout of a block of packed bytes. Implements ``Encoding``.
 
     Attributes:
-        plain: Weights that are not quantized.
+        plain_weights: Weights that are not quantized.
         weights: Quantized weights. Empty for a block without packed bytes.
-        raw: Maps (name of a tensor in the files, range of its bytes) to (offset in the block, decoder).
+        byte_ranges: Maps (name of a tensor in the files, range of its bytes) to (offset in the block, decoder).
         gaps: Byte ranges of the block that are unused.
         nbytes: Size of the block.
         num_elements: Length of the layout.
         dtype: Compute dtype.
     """
 
-    plain: tuple[PlainWeight, ...]
+    plain_weights: tuple[PlainWeight, ...]
     weights: tuple[PackedWeight, ...]
-    raw: Mapping[tuple[str, range], tuple[int, Decoder]]
+    byte_ranges: Mapping[tuple[str, range], tuple[int, Decoder]]
     gaps: tuple[range, ...]
     nbytes: int
     num_elements: int
@@ -117,72 +117,72 @@ class Packing:
             weights: Output on the same device, ``(num_elements,)``, ``dtype``.
         """
         with torch.no_grad():
-            for plain in self.plain:
-                count = plain.source.numel
-                found = block[plain.offset : plain.offset + count * self.dtype.itemsize].view(self.dtype)
-                plain.target.view(weights).copy_(found.view(plain.target.shape))
-            size = _decode_chunk_size(block.device)
-            for packed in self.weights:
-                for first, place in split_rows(packed.target.view(weights), size):
-                    place.copy_(self._decode(packed, packed.first + first, place.numel(), block).view(place.shape))
+            for plain_weight in self.plain_weights:
+                count = plain_weight.source.numel
+                values = block[plain_weight.offset : plain_weight.offset + count * self.dtype.itemsize].view(self.dtype)
+                plain_weight.target.view(weights).copy_(values.view(plain_weight.target.shape))
+            chunk_size = _decode_chunk_size(block.device)
+            for weight in self.weights:
+                for start, piece in split_rows(weight.target.view(weights), chunk_size):
+                    piece.copy_(self._decode(weight, weight.start + start, piece.numel(), block).view(piece.shape))
 
     def decoding_bytes(self, device: torch.device) -> int:
         """Return the peak number of bytes that ``decode`` allocates. The block and the weights are not counted."""
-        most = _decode_chunk_size(device)
-        targets = {replace(packed.target, offset=0) for packed in self.weights}
-        pieces = (piece for target in targets for _, piece in split_rows(target.view(), most))
+        chunk_size = _decode_chunk_size(device)
+        targets = {replace(weight.target, offset=0) for weight in self.weights}
+        pieces = (piece for target in targets for _, piece in split_rows(target.view(), chunk_size))
         return _DECODING_BYTES * max((piece.numel() for piece in pieces), default=0)
 
-    def _decode(self, packed: PackedWeight, first: int, count: int, block: Tensor) -> Tensor:
-        spans = zip(packed.offsets, packed.decoder.spans(first, count), strict=True)
-        numbers = packed.decoder.numbers(first, count, [block[at + s.start : at + s.stop] for at, s in spans])
+    def _decode(self, weight: PackedWeight, start: int, count: int, block: Tensor) -> Tensor:
+        spans = zip(weight.offsets, weight.decoder.spans(start, count), strict=True)
+        numbers = weight.decoder.numbers(start, count, [block[base + s.start : base + s.stop] for base, s in spans])
         if self.dtype != torch.bfloat16:
             return numbers
-        rounded = torch.empty_like(numbers, dtype=torch.bfloat16)
-        high_half(numbers, rounded)  # round as for all loaded weights
-        return rounded
+        output = torch.empty_like(numbers, dtype=torch.bfloat16)
+        high_half(numbers, output)  # round as for all loaded weights
+        return output
 
 
-def split_rows(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+def split_rows(tensor: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Split a view into pieces of whole rows. Yield (index of the first element, piece) for each piece.
 
     Args:
-        place: View of a flat tensor, with any strides.
+        tensor: View of a flat tensor, with any strides.
         num_elements: Approximate number of elements in a piece.
     """
-    if place.numel() == 0:
+    if tensor.numel() == 0:
         return
-    if place.dim() == 0 or place.is_contiguous():
-        place = place.reshape(-1)
-    row = place.numel() // place.shape[0]
-    if row > num_elements and place.dim() > 1:
-        for number in range(place.shape[0]):
-            yield from ((number * row + first, piece) for first, piece in split_rows(place[number], num_elements))
+    if tensor.dim() == 0 or tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    row_size = tensor.numel() // tensor.shape[0]
+    if row_size > num_elements and tensor.dim() > 1:
+        for index in range(tensor.shape[0]):
+            yield from ((index * row_size + start, piece) for start, piece in split_rows(tensor[index], num_elements))
         return
-    step = max(1, num_elements // row)
-    for first in range(0, place.shape[0], step):
-        yield first * row, place[first : first + step]
+    step = max(1, num_elements // row_size)
+    for start in range(0, tensor.shape[0], step):
+        yield start * row_size, tensor[start : start + step]
 
 
 def pack(
     layout: UnitLayout,
-    regions_of: Callable[[str], Sequence[Region] | None],
+    find_regions: Callable[[str], Sequence[Region] | None],
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
     """Return a layout's packing, or None if a weight is missing or needs a conversion that changes its elements.
 
     Args:
-        regions_of: Function that returns the regions of the folder's tensors that form a parameter.
+        find_regions: Function that returns the regions of the folder's tensors that form a parameter.
         dtype: Compute dtype.
     """
-    plain: list[PlainWeight] = []
+    plain_weights: list[PlainWeight] = []
     weights: list[PackedWeight] = []
-    raw: dict[tuple[str, range], tuple[int, Decoder]] = {}
+    byte_ranges: dict[tuple[str, range], tuple[int, Decoder]] = {}
     gaps: list[range] = []
     end = 0
 
-    def place(nbytes: int) -> int:
+    def allocate(nbytes: int) -> int:
         nonlocal end
         start = round_up(end, _ALIGNMENT_BYTES)
         if start > end:
@@ -191,14 +191,14 @@ def pack(
         return start
 
     for entry in layout.entries:
-        regions = regions_of(entry.parameter)
+        regions = find_regions(entry.parameter)
         if regions is None:
             return None
         stop = entry.first + entry.numel
         for region in chain.from_iterable(region.clip(entry.first, stop) for region in regions):
             record = folder.records[region.source]
-            is_row_of_file = region.source_strides == torch.empty(region.shape, device="meta").stride()
-            if not record.dtype.is_floating_point or not is_row_of_file:
+            is_contiguous = region.source_strides == torch.empty(region.shape, device="meta").stride()
+            if not record.dtype.is_floating_point or not is_contiguous:
                 return None
             target = Target(region.shape, region.target_strides, entry.offset + region.target_start - entry.first)
             decoder = record.decoder
@@ -206,24 +206,24 @@ def pack(
                 offset = record.offset + region.source_start * record.dtype.itemsize
                 nbytes = region.num_elements * record.dtype.itemsize
                 box = replace(record, shape=region.shape, offset=offset, nbytes=nbytes)
-                plain.append(PlainWeight(box, target, place(region.num_elements * dtype.itemsize)))
+                plain_weights.append(PlainWeight(box, target, allocate(region.num_elements * dtype.itemsize)))
                 continue
             if decoder.is_transposed:
                 if not _has_whole_matrices(region, record):
                     return None
                 *shape, rows, columns = target.shape
-                *strides, of_row, of_column = target.stride
-                target = replace(target, shape=(*shape, columns, rows), stride=(*strides, of_column, of_row))
+                *strides, row_stride, column_stride = target.stride
+                target = replace(target, shape=(*shape, columns, rows), stride=(*strides, column_stride, row_stride))
             # If the weight is split among several layouts, keep only the bytes that this layout needs.
             spans = decoder.spans(region.source_start, region.num_elements)
             offsets = []
-            for name, span in zip(decoder.packed, spans, strict=True):
-                held = span if entry.part_of else range(folder.stored[name].nbytes)
-                if (name, held) not in raw:
-                    raw[name, held] = place(len(held)), decoder
-                offsets.append(raw[name, held][0] - held.start)
+            for name, span in zip(decoder.packed_names, spans, strict=True):
+                byte_range = span if entry.part_of else range(folder.file_records[name].nbytes)
+                if (name, byte_range) not in byte_ranges:
+                    byte_ranges[name, byte_range] = allocate(len(byte_range)), decoder
+                offsets.append(byte_ranges[name, byte_range][0] - byte_range.start)
             weights.append(PackedWeight(decoder, tuple(offsets), region.source_start, target))
-    return Packing(tuple(plain), tuple(weights), raw, tuple(gaps), end, layout.num_elements, dtype)
+    return Packing(tuple(plain_weights), tuple(weights), byte_ranges, tuple(gaps), end, layout.num_elements, dtype)
 
 
 def _has_whole_matrices(region: Region, record: TensorRecord) -> bool:

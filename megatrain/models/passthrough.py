@@ -29,7 +29,7 @@ __all__ = [
     "PASSTHROUGH_COUNT",
     "PassthroughModules",
     "PassthroughTensors",
-    "TensorPlace",
+    "RegisteredTensor",
     "passthrough_modules",
     "remove_tensors",
 ]
@@ -63,7 +63,7 @@ class _PassthroughWeight(Tensor):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class RegisteredTensor:
     """A parameter or buffer, and where it is registered in the model.
 
     Attributes:
@@ -94,50 +94,50 @@ class PassthroughModules:
 
     paths: tuple[str, ...]
     names: frozenset[str]
-    _places: tuple[TensorPlace, ...] = field(repr=False)
+    _tensors: tuple[RegisteredTensor, ...] = field(repr=False)
 
     @contextmanager
     def registered(self) -> Iterator[None]:
         """Register the meta tensors again while the context is open, so that the model lists their names."""
-        for place in self._places:
-            place.registry[place.leaf] = place.value
+        for tensor in self._tensors:
+            tensor.registry[tensor.leaf] = tensor.value
         try:
             yield
         finally:
-            for place in self._places:
-                del place.registry[place.leaf]
+            for tensor in self._tensors:
+                del tensor.registry[tensor.leaf]
 
 
 def passthrough_modules(model: PreTrainedModel) -> PassthroughModules | None:
     """Return the modules that `remove_tensors` removed from a model, or None if nothing was removed."""
-    found: PassthroughModules | None = getattr(model, _ATTRIBUTE, None)
-    return found
+    modules: PassthroughModules | None = getattr(model, _ATTRIBUTE, None)
+    return modules
 
 
 def remove_tensors(
-    model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], places: Sequence[TensorPlace]
+    model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], tensors: Sequence[RegisteredTensor]
 ) -> None:
     """Remove tensors from a skeleton. Module traversal no longer finds them, and the model's code cannot use them.
 
     Args:
         paths: Paths of the outermost removed modules, and names of single removed parameters.
         names: Names of the tensors that model files contain.
-        places: Tensors to remove, with the places where they are registered.
+        tensors: Tensors to remove, with the places where they are registered.
     """
-    for place in places:
-        _replace_by_placeholder(model, place)
-    passthrough = PassthroughModules(tuple(paths), frozenset(names), tuple(places))
+    for tensor in tensors:
+        _replace_by_placeholder(model, tensor)
+    passthrough = PassthroughModules(tuple(paths), frozenset(names), tuple(tensors))
     cast("Any", model).__dict__[_ATTRIBUTE] = passthrough
 
 
-def _replace_by_placeholder(model: PreTrainedModel, place: TensorPlace) -> None:
+def _replace_by_placeholder(model: PreTrainedModel, tensor: RegisteredTensor) -> None:
     """Replace a registered tensor with a placeholder. The placeholder is a plain attribute of the module."""
-    del place.registry[place.leaf]
-    placeholder = Tensor._make_subclass(_PassthroughWeight, torch.empty_like(place.value, device="meta"))
+    del tensor.registry[tensor.leaf]
+    placeholder = Tensor._make_subclass(_PassthroughWeight, torch.empty_like(tensor.value, device="meta"))
     assert isinstance(placeholder, _PassthroughWeight)
-    placeholder.weight_name, placeholder.model_name = place.name, type(model).__name__
+    placeholder.weight_name, placeholder.model_name = tensor.name, type(model).__name__
     cast("Any", placeholder)._is_hf_initialized = True  # so that transformers' initialization skips the placeholder
-    place.module.__dict__[place.leaf] = placeholder
+    tensor.module.__dict__[tensor.leaf] = placeholder
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class PassthroughTensors:
     def __str__(self) -> str:
         """Return a summary, such as `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
         counts = Counter(self.owners[name] for name in self.names)
-        what = join_names([f"{owner} ({count})" for owner, count in counts.most_common()], limit=4)
+        owners = join_names([f"{owner} ({count})" for owner, count in counts.most_common()], limit=4)
         tensors = f"{len(self.names)} tensors" if len(self.names) != 1 else "1 tensor"
         verb = "are kept as they are" if len(self.names) != 1 else "is kept as it is"
-        return f"{tensors} ({format_size(self.nbytes)}) {verb}: {what}"
+        return f"{tensors} ({format_size(self.nbytes)}) {verb}: {owners}"
 
     def record(self) -> dict[str, Any]:
         """Read all tensors. Return their number and their checksum, for a checkpoint."""

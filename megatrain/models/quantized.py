@@ -59,7 +59,7 @@ class Decoder(Protocol):
 
     Attributes:
         parts: Names of the weight's tensors in the files.
-        packed: The ``parts`` that decoding reads. All other parts are read once, when the decoder is created.
+        packed_names: The ``parts`` that decoding reads. All other parts are read once, when the decoder is created.
         shape: Shape of the weight in decoding order.
         is_transposed: Whether the model swaps the last two dimensions of the weight.
     """
@@ -68,7 +68,7 @@ class Decoder(Protocol):
     def parts(self) -> tuple[str, ...]: ...
 
     @property
-    def packed(self) -> tuple[str, ...]: ...
+    def packed_names(self) -> tuple[str, ...]: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -76,31 +76,31 @@ class Decoder(Protocol):
     @property
     def is_transposed(self) -> bool: ...
 
-    def spans(self, first: int, count: int) -> tuple[range, ...]:
-        """Return, for each tensor in ``packed``, the byte range needed for ``count`` numbers starting at ``first``."""
+    def spans(self, start: int, count: int) -> tuple[range, ...]:
+        """Return, for each of ``packed_names``, the byte range needed for ``count`` numbers starting at ``start``."""
 
-    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        """Decode ``count`` numbers of the flattened weight, starting at ``first``, to fp32 on the device of the bytes.
+    def numbers(self, start: int, count: int, buffers: Sequence[Tensor]) -> Tensor:
+        """Decode ``count`` numbers of the flattened weight, starting at ``start``, to fp32 on the device of the bytes.
 
         Does not synchronize with the device.
 
         Args:
-            packed: Bytes of each range that ``spans`` returns: 1-D uint8 tensors on one device, aligned to four bytes.
+            buffers: Bytes of each range that ``spans`` returns: 1-D uint8 tensors on one device, aligned to four bytes.
         """
 
-    def is_finite(self, name: str, packed: Tensor) -> bool:
-        """Return whether a range of bytes of a ``packed`` tensor decodes to finite numbers.
+    def is_finite(self, name: str, data: Tensor) -> bool:
+        """Return whether a range of a stored tensor's bytes decodes to finite numbers.
 
         Args:
-            name: Name of the tensor.
-            packed: Bytes in host memory. The range starts and ends at a multiple of four bytes or at the tensor's end.
+            name: One of ``packed_names``.
+            data: Bytes in host memory. The range starts and ends at a multiple of four bytes or at the tensor's end.
         """
 
 
-def decode(decoder: Decoder, first: int, count: int, read: ReadBytes) -> Tensor:
-    """Read and decode ``count`` numbers of a flattened weight, starting at ``first``, to fp32."""
-    spans = zip(decoder.packed, decoder.spans(first, count), strict=True)
-    return decoder.numbers(first, count, [read(name, span.start, len(span)) for name, span in spans])
+def decode(decoder: Decoder, start: int, count: int, read: ReadBytes) -> Tensor:
+    """Read and decode ``count`` numbers of a flattened weight, starting at ``start``, to fp32."""
+    spans = zip(decoder.packed_names, decoder.spans(start, count), strict=True)
+    return decoder.numbers(start, count, [read(name, span.start, len(span)) for name, span in spans])
 
 
 def find_method(table: object) -> str:
@@ -150,53 +150,53 @@ class _Fp8:
     is_transposed: bool = False
 
     @property
-    def packed(self) -> tuple[str, ...]:
+    def packed_names(self) -> tuple[str, ...]:
         return self.parts
 
-    def _rows(self, first: int, count: int) -> range:
+    def _rows(self, start: int, count: int) -> range:
         columns = self.shape[1]
-        return range(first // columns, -(-(first + count) // columns))
+        return range(start // columns, -(-(start + count) // columns))
 
-    def spans(self, first: int, count: int) -> tuple[range, ...]:
-        columns, rows = self.shape[1], self._rows(first, count)
-        across = -(-columns // self.block[1])
+    def spans(self, start: int, count: int) -> tuple[range, ...]:
+        columns, rows = self.shape[1], self._rows(start, count)
+        num_blocks = -(-columns // self.block[1])
         first_block, end_block = rows.start // self.block[0], -(-rows.stop // self.block[0])
-        scales = range(4 * first_block * across, 4 * end_block * across)
+        scales = range(4 * first_block * num_blocks, 4 * end_block * num_blocks)
         return range(rows.start * columns, rows.stop * columns), scales
 
-    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        columns, rows = self.shape[1], self._rows(first, count)
-        numbers = packed[0].view(self.dtype).float().view(-1, columns)
-        scales = packed[1].view(torch.float32).view(-1, -(-columns // self.block[1]))
+    def numbers(self, start: int, count: int, buffers: Sequence[Tensor]) -> Tensor:
+        columns, rows = self.shape[1], self._rows(start, count)
+        numbers = buffers[0].view(self.dtype).float().view(-1, columns)
+        scales = buffers[1].view(torch.float32).view(-1, -(-columns // self.block[1]))
         device = scales.device
-        of_row = torch.arange(rows.start, rows.stop, device=device) // self.block[0] - rows.start // self.block[0]
-        of_column = torch.arange(columns, device=device) // self.block[1]
-        numbers *= scales[of_row].index_select(1, of_column)
-        return numbers.view(-1)[first - rows.start * columns :][:count]
+        row_blocks = torch.arange(rows.start, rows.stop, device=device) // self.block[0] - rows.start // self.block[0]
+        column_blocks = torch.arange(columns, device=device) // self.block[1]
+        numbers *= scales[row_blocks].index_select(1, column_blocks)
+        return numbers.view(-1)[start - rows.start * columns :][:count]
 
-    def is_finite(self, name: str, packed: Tensor) -> bool:
+    def is_finite(self, name: str, data: Tensor) -> bool:
         if name == self.parts[1]:
             # All products are finite if the product with the largest fp8 number is.
-            return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _MAX_BF16).all())
-        magnitude = packed & 0x7F
+            return bool((data.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _MAX_BF16).all())
+        magnitude = data & 0x7F
         return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
 
 
 def _find_fp8(shapes: Mapping[str, tuple[tuple[int, ...], str]], table: Mapping[str, Any]) -> dict[str, Decoder]:
-    size = table.get("weight_block_size")
-    found: dict[str, Decoder] = {}
+    block_size = table.get("weight_block_size")
+    decoders: dict[str, Decoder] = {}
     for name, (shape, dtype) in shapes.items():
         if dtype not in _FP8:
             continue
         scale = f"{name}_scale_inv"
-        if scale not in shapes or len(shape) != 2 or not isinstance(size, list | tuple) or len(size) != 2:
+        if scale not in shapes or len(shape) != 2 or not isinstance(block_size, list | tuple) or len(block_size) != 2:
             raise QuantizationError(f"{name} is fp8 without block scales ({scale}, weight_block_size)")
-        block = (int(size[0]), int(size[1]))
-        wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-        if shapes[scale] != (wanted, "F32"):
-            raise QuantizationError(f"{scale} is {shapes[scale][1]} {list(shapes[scale][0])}, not F32 {list(wanted)}")
-        found[name] = _Fp8((name, scale), shape, _FP8[dtype], block)
-    return found
+        block = (int(block_size[0]), int(block_size[1]))
+        grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        if shapes[scale] != (grid, "F32"):
+            raise QuantizationError(f"{scale} is {shapes[scale][1]} {list(shapes[scale][0])}, not F32 {list(grid)}")
+        decoders[name] = _Fp8((name, scale), shape, _FP8[dtype], block)
+    return decoders
 
 
 # -- mxfp4 -----------------------------------------------------------------------------------------------------------
@@ -209,23 +209,23 @@ class _Mxfp4:
     is_transposed: bool = True
 
     @property
-    def packed(self) -> tuple[str, ...]:
+    def packed_names(self) -> tuple[str, ...]:
         return self.parts
 
-    def spans(self, first: int, count: int) -> tuple[range, ...]:
-        start, stop = first // _MX_BLOCK, -(-(first + count) // _MX_BLOCK)
-        return range(start * _MX_BLOCK // 2, stop * _MX_BLOCK // 2), range(start, stop)
+    def spans(self, start: int, count: int) -> tuple[range, ...]:
+        block_start, block_stop = start // _MX_BLOCK, -(-(start + count) // _MX_BLOCK)
+        return range(block_start * _MX_BLOCK // 2, block_stop * _MX_BLOCK // 2), range(block_start, block_stop)
 
-    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        numbers = _unpack_pairs(packed[0], _e2m1_pairs(packed[0].device)).view(-1, _MX_BLOCK)
+    def numbers(self, start: int, count: int, buffers: Sequence[Tensor]) -> Tensor:
+        numbers = _unpack_pairs(buffers[0], _e2m1_pairs(buffers[0].device)).view(-1, _MX_BLOCK)
         # Build 2 ** (scale - 127) from its bits, because power functions differ between devices.
-        exponents = packed[1].to(torch.int32)
+        exponents = buffers[1].to(torch.int32)
         scales = torch.where(exponents == 0, _SMALLEST_SCALE_BITS, exponents << 23).view(torch.float32)
         numbers *= scales[:, None]
-        return numbers.view(-1)[first % _MX_BLOCK :][:count]
+        return numbers.view(-1)[start % _MX_BLOCK :][:count]
 
-    def is_finite(self, name: str, packed: Tensor) -> bool:
-        return name == self.parts[0] or not bool((packed > _LARGEST_SCALE).any())
+    def is_finite(self, name: str, data: Tensor) -> bool:
+        return name == self.parts[0] or not bool((data > _LARGEST_SCALE).any())
 
 
 @functools.cache
@@ -235,26 +235,26 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
 
 def _make_pair_table(table: Tensor, *, high_first: bool) -> Tensor:
     """Return the two numbers that each possible byte encodes, ``(256, 2)``, given the table of the 16 4-bit codes."""
-    low, high = table.repeat(16), table.repeat_interleave(16)
-    return torch.stack([high, low] if high_first else [low, high], dim=-1)
+    low_numbers, high_numbers = table.repeat(16), table.repeat_interleave(16)
+    return torch.stack([high_numbers, low_numbers] if high_first else [low_numbers, high_numbers], dim=-1)
 
 
-def _unpack_pairs(packed: Tensor, pairs: Tensor) -> Tensor:
+def _unpack_pairs(data: Tensor, pairs: Tensor) -> Tensor:
     """Decode each byte to two numbers."""
-    return pairs.index_select(0, packed.to(torch.int32)).view(-1)
+    return pairs.index_select(0, data.to(torch.int32)).view(-1)
 
 
 def _find_mxfp4(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Decoder]:
-    found: dict[str, Decoder] = {}
+    decoders: dict[str, Decoder] = {}
     for name, (shape, dtype) in shapes.items():
         if not name.endswith("_blocks") or dtype != "U8":
             continue
-        whole = name.removesuffix("_blocks")
-        scales = f"{whole}_scales"
+        base = name.removesuffix("_blocks")
+        scales = f"{base}_scales"
         if len(shape) < 3 or shape[-1] != _MX_BLOCK // 2 or shapes.get(scales) != (shape[:-1], "U8"):
             raise QuantizationError(f"{name} {list(shape)} has no {scales} of a matching shape")
-        found[whole] = _Mxfp4((name, scales), (*shape[:-2], shape[-2] * _MX_BLOCK))
-    return found
+        decoders[base] = _Mxfp4((name, scales), (*shape[:-2], shape[-2] * _MX_BLOCK))
+    return decoders
 
 
 # -- nf4 -------------------------------------------------------------------------------------------------------------
@@ -271,56 +271,56 @@ class _QuantizedScales:
 @dataclass(frozen=True)
 class _Nf4:
     parts: tuple[str, ...]
-    packed: tuple[str, ...]  # names of: numbers, scales, table; if nested, also the coarse scales and their table
+    packed_names: tuple[str, ...]  # names of: numbers, scales, table; if nested, also the coarse scales and their table
     shape: tuple[int, ...]
     block: int
     nested: _QuantizedScales | None
     is_transposed: bool = False
 
-    def _blocks(self, first: int, count: int) -> range:
-        return range(first // self.block, -(-(first + count) // self.block))
+    def _blocks(self, start: int, count: int) -> range:
+        return range(start // self.block, -(-(start + count) // self.block))
 
-    def spans(self, first: int, count: int) -> tuple[range, ...]:
-        blocks = self._blocks(first, count)
+    def spans(self, start: int, count: int) -> tuple[range, ...]:
+        blocks = self._blocks(start, count)
         end = min(blocks.stop * self.block, math.prod(self.shape))
         numbers, table = range(blocks.start * self.block // 2, -(-end // 2)), range(64)
         if self.nested is None:
             return numbers, range(4 * blocks.start, 4 * blocks.stop), table
         size = self.nested.block
-        coarse = range(4 * (blocks.start // size), 4 * -(-blocks.stop // size))
-        return numbers, range(blocks.start, blocks.stop), table, coarse, range(4 * 256)
+        coarse_scales = range(4 * (blocks.start // size), 4 * -(-blocks.stop // size))
+        return numbers, range(blocks.start, blocks.stop), table, coarse_scales, range(4 * 256)
 
-    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        blocks = self._blocks(first, count)
-        numbers = _unpack_pairs(packed[0], _make_pair_table(packed[2].view(torch.float32), high_first=True))
+    def numbers(self, start: int, count: int, buffers: Sequence[Tensor]) -> Tensor:
+        blocks = self._blocks(start, count)
+        numbers = _unpack_pairs(buffers[0], _make_pair_table(buffers[2].view(torch.float32), high_first=True))
         numbers = functional.pad(numbers, (0, len(blocks) * self.block - numbers.numel()))
-        numbers.view(-1, self.block).mul_(self._scales(blocks, packed)[:, None])
-        return numbers[first - blocks.start * self.block :][:count]
+        numbers.view(-1, self.block).mul_(self._scales(blocks, buffers)[:, None])
+        return numbers[start - blocks.start * self.block :][:count]
 
-    def _scales(self, blocks: range, packed: Sequence[Tensor]) -> Tensor:
+    def _scales(self, blocks: range, buffers: Sequence[Tensor]) -> Tensor:
         if self.nested is None:
-            return packed[1].view(torch.float32)
-        table, coarse = packed[4].view(torch.float32), packed[3].view(torch.float32)
+            return buffers[1].view(torch.float32)
+        table, coarse = buffers[4].view(torch.float32), buffers[3].view(torch.float32)
         size = self.nested.block
-        of_block = torch.arange(blocks.start, blocks.stop, device=coarse.device) // size - blocks.start // size
-        scales = table.index_select(0, packed[1].to(torch.int32)) * coarse.index_select(0, of_block)
+        block_groups = torch.arange(blocks.start, blocks.stop, device=coarse.device) // size - blocks.start // size
+        scales = table.index_select(0, buffers[1].to(torch.int32)) * coarse.index_select(0, block_groups)
         return scales + self.nested.offset
 
-    def is_finite(self, name: str, packed: Tensor) -> bool:
-        if name == self.packed[0] or (self.nested is not None and name == self.packed[1]):
+    def is_finite(self, name: str, data: Tensor) -> bool:
+        if name == self.packed_names[0] or (self.nested is not None and name == self.packed_names[1]):
             return True
-        return bool((packed.view(torch.float32).abs() <= _LARGEST_NF4).all())
+        return bool((data.view(torch.float32).abs() <= _LARGEST_NF4).all())
 
 
 def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes) -> dict[str, Decoder]:
     def check(name: str, count: int, dtype: str) -> None:
         if name not in shapes:
             raise QuantizationError(f"{name} is missing")
-        shape, found = shapes[name]
-        if math.prod(shape) != count or found != dtype:
-            raise QuantizationError(f"{name} is {found} {list(shape)}, not {dtype} [{count}]")
+        shape, file_dtype = shapes[name]
+        if math.prod(shape) != count or file_dtype != dtype:
+            raise QuantizationError(f"{name} is {file_dtype} {list(shape)}, not {dtype} [{count}]")
 
-    found: dict[str, Decoder] = {}
+    decoders: dict[str, Decoder] = {}
     for state_name in [name for name in shapes if ".quant_state." in name]:
         if not state_name.endswith(_NF4_STATE):
             raise QuantizationError(f"{state_name} has a format other than nf4")
@@ -330,22 +330,22 @@ def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes
         if block < 2 or block % 2:
             raise QuantizationError(f"{state_name} has blocks of {block} numbers")
         num_blocks = -(-math.prod(shape) // block)
-        packed: tuple[str, ...] = (name, f"{name}.absmax", f"{name}.quant_map")
+        packed_names: tuple[str, ...] = (name, f"{name}.absmax", f"{name}.quant_map")
         check(name, -(-math.prod(shape) // 2), "U8")
-        check(packed[2], 16, "F32")
+        check(packed_names[2], 16, "F32")
         nested = None
         if f"{name}.nested_absmax" in shapes:
-            packed = (*packed, f"{name}.nested_absmax", f"{name}.nested_quant_map")
+            packed_names = (*packed_names, f"{name}.nested_absmax", f"{name}.nested_quant_map")
             nested = _QuantizedScales(int(state["nested_blocksize"]), float(state["nested_offset"]))
             if not math.isfinite(nested.offset):
                 raise QuantizationError(f"{state_name} has an offset of {nested.offset}")
-            check(packed[1], num_blocks, "U8")
-            check(packed[3], -(-num_blocks // max(1, nested.block)), "F32")
-            check(packed[4], 256, "F32")
+            check(packed_names[1], num_blocks, "U8")
+            check(packed_names[3], -(-num_blocks // max(1, nested.block)), "F32")
+            check(packed_names[4], 256, "F32")
         else:
-            check(packed[1], num_blocks, "F32")
-        found[name] = _Nf4((*packed, state_name), packed, shape, block, nested)
-    left = [name for name in shapes if name.endswith((".SCB", ".weight_format"))]
-    if left:
-        raise QuantizationError(f"{left[0]} belongs to LLM.int8, which is not supported")
-    return found
+            check(packed_names[1], num_blocks, "F32")
+        decoders[name] = _Nf4((*packed_names, state_name), packed_names, shape, block, nested)
+    int8_names = [name for name in shapes if name.endswith((".SCB", ".weight_format"))]
+    if int8_names:
+        raise QuantizationError(f"{int8_names[0]} belongs to LLM.int8, which is not supported")
+    return decoders

@@ -25,10 +25,10 @@ _SHORT_ROW = 1 << 14
 class ReadSpan(Protocol):
     """Function that reads a range of a source tensor."""
 
-    def __call__(self, source: str, first: int, count: int, place: Tensor | None, /) -> Tensor:
-        """Return elements ``first`` to ``first + count`` of a source, in memory order, as a 1-D tensor.
+    def __call__(self, source: str, start: int, count: int, out: Tensor | None, /) -> Tensor:
+        """Return elements ``start`` to ``start + count`` of a source, in memory order, as a 1-D tensor.
 
-        If ``place`` is a suitable output (1-D, contiguous, of this size), it is filled and returned. Otherwise the
+        If ``out`` is a suitable output (1-D, contiguous, of this size), it is filled and returned. Otherwise the
         result is valid until the next call.
         """
 
@@ -69,21 +69,21 @@ class Region:
         """Whether any range can be read without many unneeded elements. False, for example, for transposed tensors."""
         if self.num_elements == 0:
             return True
-        merged = _merge_dimensions(self)
-        return merged.source_span <= _MAX_WASTE * merged.num_elements or merged.source_strides[-1] == 1
+        region = _merge_dimensions(self)
+        return region.source_span <= _MAX_WASTE * region.num_elements or region.source_strides[-1] == 1
 
-    def rows(self, first: int, stop: int) -> Region:
-        """Return the rows from ``first`` to ``stop`` (exclusive) of the outermost dimension."""
+    def rows(self, start: int, stop: int) -> Region:
+        """Return the rows from ``start`` to ``stop`` (exclusive) of the outermost dimension."""
         return replace(
             self,
-            shape=(stop - first, *self.shape[1:]),
-            source_start=self.source_start + first * self.source_strides[0],
-            target_start=self.target_start + first * self.target_strides[0],
+            shape=(stop - start, *self.shape[1:]),
+            source_start=self.source_start + start * self.source_strides[0],
+            target_start=self.target_start + start * self.target_strides[0],
         )
 
-    def row(self, number: int) -> Region:
+    def row(self, index: int) -> Region:
         """Return a single row. The result lacks the outermost dimension."""
-        row = self.rows(number, number + 1)
+        row = self.rows(index, index + 1)
         return replace(
             row,
             shape=row.shape[1:],
@@ -106,12 +106,12 @@ class Region:
         end_whole = max(first_whole, min(size, (stop - self.target_start - row_span) // stride + 1))
         first_touched = max(0, (start - self.target_start - row_span) // stride + 1)
         end_touched = min(size, -(-(stop - self.target_start) // stride))
-        for number in range(first_touched, min(first_whole, end_touched)):
-            yield from self.row(number).clip(start, stop)
+        for index in range(first_touched, min(first_whole, end_touched)):
+            yield from self.row(index).clip(start, stop)
         if first_whole < end_whole:
             yield self.rows(first_whole, end_whole)
-        for number in range(max(end_whole, first_touched), end_touched):
-            yield from self.row(number).clip(start, stop)
+        for index in range(max(end_whole, first_touched), end_touched):
+            yield from self.row(index).clip(start, stop)
 
 
 def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
@@ -147,21 +147,21 @@ def _copy_box(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements
     span, size, stride = box.source_span, box.shape[0], max(1, box.source_strides[0])
     row_span = _span(box.shape[1:], box.source_strides[1:])
     # Read the gaps between rows if this costs less than a separate read for each row.
-    reads_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
-    if span <= max_elements and reads_gaps:
-        place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
+    read_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
+    if span <= max_elements and read_gaps:
+        view = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
         is_plain = box.source_strides == box.target_strides == (1,)
-        found = read(box.source, box.source_start, span, place if is_plain else None)
-        if found is not place:
-            place.copy_(found.as_strided(box.shape, box.source_strides, found.storage_offset()))
+        values = read(box.source, box.source_start, span, view if is_plain else None)
+        if values is not view:
+            view.copy_(values.as_strided(box.shape, box.source_strides, values.storage_offset()))
         return
-    if not reads_gaps or row_span > max_elements:
-        for number in range(size):
-            _copy_box(box.row(number), start, out, read, max_elements)
+    if not read_gaps or row_span > max_elements:
+        for index in range(size):
+            _copy_box(box.row(index), start, out, read, max_elements)
         return
     step = (max_elements - row_span) // stride + 1
-    for first in range(0, size, step):
-        _copy_box(box.rows(first, min(first + step, size)), start, out, read, max_elements)
+    for row in range(0, size, step):
+        _copy_box(box.rows(row, min(row + step, size)), start, out, read, max_elements)
 
 
 def _merge_dimensions(region: Region) -> Region:
@@ -171,14 +171,14 @@ def _merge_dimensions(region: Region) -> Region:
         for size, source, target in zip(region.shape, region.source_strides, region.target_strides, strict=True)
         if size != 1
     ] or [(1, 1, 1)]
-    merged = dimensions[-1:]
+    result = dimensions[-1:]
     for size, source, target in reversed(dimensions[:-1]):
-        inner_size, inner_source, inner_target = merged[0]
+        inner_size, inner_source, inner_target = result[0]
         if source == inner_size * inner_source and target == inner_size * inner_target:
-            merged[0] = (size * inner_size, inner_source, inner_target)
+            result[0] = (size * inner_size, inner_source, inner_target)
         else:
-            merged.insert(0, (size, source, target))
-    shape, sources, targets = zip(*merged, strict=True)
+            result.insert(0, (size, source, target))
+    shape, sources, targets = zip(*result, strict=True)
     return replace(region, shape=shape, source_strides=sources, target_strides=targets)
 
 
@@ -214,7 +214,7 @@ def trace_regions(
             outputs = convert(inputs.__getitem__)
     except RuntimeError:
         return None  # the conversion changes values or needs contiguous memory
-    found: dict[str, list[Region]] = {}
+    regions: dict[str, list[Region]] = {}
     for target, value in outputs.items():
         source = names.get(value.untyped_storage()._cdata)
         if source is None:
@@ -222,5 +222,5 @@ def trace_regions(
         region = region_of(source, value, torch.empty(value.shape, device="meta"))
         if not region.is_readable_in_place:
             return None
-        found[target] = [region]
-    return found
+        regions[target] = [region]
+    return regions

@@ -32,18 +32,18 @@ __all__ = [
 
 
 def resolve_config(
-    config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, allows_quantized: bool = False
+    config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, allow_quantized: bool = False
 ) -> PretrainedConfig:
     """Read a configuration from a folder, or copy an existing configuration.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
         trust_remote_code: Whether to run model code from the folder.
-        allows_quantized: Whether quantized weights are allowed, because they are frozen and decoded. If so, the
+        allow_quantized: Whether quantized weights are allowed, because they are frozen and decoded. If so, the
             returned configuration has no quantization.
 
     Raises:
-        UnsupportedModelError: The weights are quantized and `allows_quantized` is False.
+        UnsupportedModelError: The weights are quantized and `allow_quantized` is False.
         ModelFolderError: The folder has no usable `config.json`.
     """
     if isinstance(config_or_folder, str | Path):
@@ -51,14 +51,14 @@ def resolve_config(
     else:
         config = copy.deepcopy(config_or_folder)
     quantization = getattr(config, "quantization_config", None)
-    if quantization and allows_quantized:
+    if quantization and allow_quantized:
         del config.quantization_config
     elif quantization:
         is_folder = isinstance(config_or_folder, str | Path)
-        where = f"'{Path(config_or_folder, 'config.json')}'" if is_folder else "its config"
+        source = f"'{Path(config_or_folder, 'config.json')}'" if is_folder else "its config"
         raise UnsupportedModelError(
             str(config.model_type),
-            f"according to {where}, its weights are quantized{_format_method(quantization)}, but full-parameter "
+            f"according to {source}, its weights are quantized{_format_method(quantization)}, but full-parameter "
             "training needs floating-point weights. "
             f"Train adapters: [lora]. Or {PLAIN_ADVICE[0].lower()}{PLAIN_ADVICE[1:]}",
         )
@@ -119,14 +119,14 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation != "auto":
         options["attn_implementation"] = attn_implementation
-    asked = (converter.model_class(config) for converter in converters)
-    given = next((found for found in asked if found is not None), None)
-    multimodal = None if text_only or given is not None else multimodal_class(config)
+    classes = (converter.model_class(config) for converter in converters)
+    model_class = next((converter_class for converter_class in classes if converter_class is not None), None)
+    multimodal = None if text_only or model_class is not None else multimodal_class(config)
     try:
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = (
-                given._from_config(config, **options)
-                if given is not None
+                model_class._from_config(config, **options)
+                if model_class is not None
                 else multimodal._from_config(config, **options)
                 if multimodal is not None and _is_folder_class(multimodal, config)
                 else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
@@ -159,10 +159,10 @@ def multimodal_class(config: PretrainedConfig) -> Any:
     """
     from transformers import AutoModelForMultimodalLM
 
-    found = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
-    if found is not None and is_multimodal(found) and config.get_text_config() is config:
+    model_class = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
+    if model_class is not None and is_multimodal(model_class) and config.get_text_config() is config:
         return None
-    return found
+    return model_class
 
 
 def _is_folder_class(multimodal: type, config: PretrainedConfig) -> bool:
@@ -193,12 +193,12 @@ def _explain_failure(error: Exception, text_only: bool) -> str:
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert the parameters that `from_pretrained` always keeps in fp32 to fp32."""
     parameters = dict(model.named_parameters())
-    for name in _names_in_fp32(model, parameters, dtype):
+    for name in _find_fp32_names(model, parameters, dtype):
         if parameters[name].is_floating_point():
             parameters[name].data = parameters[name].data.to(torch.float32)
 
 
-def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
+def _find_fp32_names(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
     """Return the names of the tensors that `from_pretrained` keeps in fp32 even if `dtype` is another dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
@@ -217,9 +217,9 @@ def loaded_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    found = {name: value.dtype for name, value in other.state_dict(keep_vars=True).items()}
-    return found | dict.fromkeys(_names_in_fp32(other, found, dtype), torch.float32)
+        loaded_model = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    dtypes = {name: value.dtype for name, value in loaded_model.state_dict(keep_vars=True).items()}
+    return dtypes | dict.fromkeys(_find_fp32_names(loaded_model, dtypes, dtype), torch.float32)
 
 
 def _create_buffers(model: PreTrainedModel) -> None:
@@ -230,14 +230,14 @@ def _create_buffers(model: PreTrainedModel) -> None:
     """
     from transformers import initialization
 
-    missing = _buffers_on_meta(model)
-    if missing:
-        made: dict[int, torch.Tensor] = {}
-        for module, leaf, buffer in missing:
-            if id(buffer) not in made:
-                made[id(buffer)] = torch.empty_like(buffer, device="cpu")
-                made[id(buffer)].fill_(float("nan") if buffer.is_floating_point() else 0)
-            module._buffers[leaf] = made[id(buffer)]
+    meta_buffers = _find_meta_buffers(model)
+    if meta_buffers:
+        buffers: dict[int, torch.Tensor] = {}
+        for module, leaf, buffer in meta_buffers:
+            if id(buffer) not in buffers:
+                buffers[id(buffer)] = torch.empty_like(buffer, device="cpu")
+                buffers[id(buffer)].fill_(float("nan") if buffer.is_floating_point() else 0)
+            module._buffers[leaf] = buffers[id(buffer)]
         parameters = list(model.parameters())
         for parameter in parameters:
             parameter._is_hf_initialized = True
@@ -248,17 +248,17 @@ def _create_buffers(model: PreTrainedModel) -> None:
             del parameter._is_hf_initialized
         for module in model.modules():
             module.__dict__.pop("_is_hf_initialized", None)
-    left = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    unfilled_names = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     if hasattr(model, "named_non_persistent_buffers"):
-        left += [name for name, buffer in model.named_non_persistent_buffers() if _has_nan(buffer)]
-    if left:
+        unfilled_names += [name for name, buffer in model.named_non_persistent_buffers() if _has_nan(buffer)]
+    if unfilled_names:
         raise UnsupportedModelError(
             type(model).__name__,
-            f"the model's code cannot compute its buffers {', '.join(sorted(left)[:4])} without its weights",
+            f"the model's code cannot compute its buffers {', '.join(sorted(unfilled_names)[:4])} without its weights",
         )
 
 
-def _buffers_on_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+def _find_meta_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     return [
         (module, leaf, buffer)
         for module in model.modules()
@@ -280,14 +280,14 @@ def single_document_rows() -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    answers: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         "find_packed_sequence_indices": lambda position_ids: None,
         "is_tracing": lambda *tensors: False,
         "fast_all": lambda mask: True,
     }
-    before = {name: value for name, value in vars(masking_utils).items() if name in answers}
-    vars(masking_utils).update({name: answers[name] for name in before})
+    originals = {name: value for name, value in vars(masking_utils).items() if name in replacements}
+    vars(masking_utils).update({name: replacements[name] for name in originals})
     try:
         yield
     finally:
-        vars(masking_utils).update(before)
+        vars(masking_utils).update(originals)

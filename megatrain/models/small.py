@@ -19,16 +19,16 @@ from tiered.units import is_number
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-VOCABULARY = 512
-LARGEST_NUM_PARAMETERS = 50_000_000
-HEADS, HEAD_DIM = 4, 16
+VOCAB_SIZE = 512
+MAX_PARAMETERS = 50_000_000
+NUM_HEADS, HEAD_DIM = 4, 16
 _MIN_LAYERS, _MAX_LAYERS = 3, 8
 _NOISE = 0.05  # standard deviation of the noise added to every weight, so that no weight is zero
 
 #: Upper limits for widths. Keys are config keys in transformers.
 _WIDTHS: dict[str, int] = {
-    name: number
-    for number, names in {
+    name: width
+    for width, names in {
         160: "intermediate_size ffn_dim n_inner ffn_hidden_size d_ff intermediate_size_mlp",
         64: "shared_expert_intermediate_size hidden_size_per_layer_input word_embed_proj_dim",
         48: "moe_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size",
@@ -41,9 +41,9 @@ _WIDTHS: dict[str, int] = {
     for name in names.split()
 }
 _COUNTS: dict[str, int] = {
-    name: number
-    for number, names in {
-        VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    name: count
+    for count, names in {
+        VOCAB_SIZE: "vocab_size vocab_size_per_layer_input",
         32: "sliding_window attention_chunk_size attention_window",
         8: "num_experts num_local_experts n_routed_experts moe_num_experts",
         2: "num_experts_per_tok moe_k moe_topk num_kv_shared_layers",
@@ -81,9 +81,9 @@ def small_model(
         UnsupportedModelError: No small copy can be built and run.
     """
     problem: Exception | None = None
-    for small in _shrunken_configs(config, num_layers):
+    for small_config in _shrunken_configs(config, num_layers):
         try:
-            model = build(small, attn_implementation, seed, needs_head=needs_head)
+            model = build(small_config, attn_implementation, seed, needs_head=needs_head)
             with torch.no_grad():
                 model(input_ids=torch.arange(8)[None], use_cache=False)
         except Exception as error:  # the model families raise different types of errors for invalid configs
@@ -103,15 +103,15 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
     from transformers import AutoModel, AutoModelForCausalLM
 
     has_head = needs_head or type(config) in AutoModelForCausalLM._model_mapping
-    auto: Any = AutoModelForCausalLM if has_head else AutoModel
+    model_class: Any = AutoModelForCausalLM if has_head else AutoModel
     options = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
-        size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())
-    if size > LARGEST_NUM_PARAMETERS:
-        raise ValueError(f"{size:,} parameters are too many for a quick test")
+        num_parameters = sum(p.numel() for p in model_class.from_config(copy.deepcopy(config)).parameters())
+    if num_parameters > MAX_PARAMETERS:
+        raise ValueError(f"{num_parameters:,} parameters are too many for a quick test")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, **options)
+        model: PreTrainedModel = model_class.from_config(config, dtype=torch.float32, **options)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape) * _NOISE)
@@ -120,31 +120,31 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
 
 def _shrunken_configs(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
     """Yield scaled-down configs to try: first all widths reduced, then all but the head width, then no widths."""
-    for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
+    for keep_head_dim, keep_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
             values.pop(name, None)
         try:
-            _shrink(values, config, num_layers, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
+            _shrink(values, config, num_layers, keep_head_dim=keep_head_dim, keep_widths=keep_widths)
             yield type(config).from_dict(values)
         except Exception:  # the model family rejects this config; the next config is closer to the original
             continue
 
 
 def _shrink(
-    values: dict[str, Any], config: PretrainedConfig, num_layers: int, *, keeps_head_dim: bool, keeps_widths: bool
+    values: dict[str, Any], config: PretrainedConfig, num_layers: int, *, keep_head_dim: bool, keep_widths: bool
 ) -> None:
     names = dict(getattr(config, "attribute_map", None) or {})
     _shrink_depth(values, names.get("num_hidden_layers", "num_hidden_layers"), num_layers)
     for name, maximum in _COUNTS.items():
         _limit(values, names.get(name, name), maximum)
-    if not keeps_widths:
+    if not keep_widths:
         heads_key = names.get("num_attention_heads", "num_attention_heads")
         hidden_key = names.get("hidden_size", "hidden_size")
         hidden, heads = int(values[hidden_key]), int(values[heads_key])
         head_dim = int(values.get("head_dim") or hidden // heads)
-        new_heads = min(heads, HEADS)
-        new_head_dim = head_dim if keeps_head_dim else min(head_dim, HEAD_DIM)
+        new_heads = min(heads, NUM_HEADS)
+        new_head_dim = head_dim if keep_head_dim else min(head_dim, HEAD_DIM)
         values[heads_key], values[hidden_key] = new_heads, new_heads * new_head_dim
         if isinstance(values.get("head_dim"), int):
             values["head_dim"] = new_head_dim
@@ -168,28 +168,28 @@ def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
     """Keep only the first layers, but enough to include every layer type in the config's per-layer lists."""
     depth = int(values[key])
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
-    kept = min(depth, num_layers)
+    num_kept = min(depth, num_layers)
     for value in lists.values():
-        texts = [str(item) for item in value]
-        while kept < min(depth, _MAX_LAYERS) and set(texts[:kept]) != set(texts):
-            kept += 1
-    values[key] = kept
+        layer_types = [str(item) for item in value]
+        while num_kept < min(depth, _MAX_LAYERS) and set(layer_types[:num_kept]) != set(layer_types):
+            num_kept += 1
+    values[key] = num_kept
     for name, value in lists.items():
-        values[name] = value[:kept]
+        values[name] = value[:num_kept]
     for name, value in values.items():
         # Shorten tables that are keyed by layer number.
-        if isinstance(value, dict) and value and all(is_number(str(number)) for number in value):
-            values[name] = {number: item for number, item in value.items() if int(number) < kept}
+        if isinstance(value, dict) and value and all(is_number(str(index)) for index in value):
+            values[name] = {index: item for index, item in value.items() if int(index) < num_kept}
 
 
 def _fit_scan_width(values: dict[str, Any], hidden_key: str) -> None:
     """Set a scan's head width. Some families require that the heads' total width equals the expanded width."""
     for expand, heads, width in _SCAN_KEYS:
         if all(isinstance(values.get(name), int) for name in (expand, heads)) and width in values:
-            inner = values[expand] * values[hidden_key]
+            inner_width = values[expand] * values[hidden_key]
             if isinstance(values.get("mamba_d_ssm"), int):
-                values["mamba_d_ssm"] = inner
-            values[width] = inner // values[heads]
+                values["mamba_d_ssm"] = inner_width
+            values[width] = inner_width // values[heads]
 
 
 def _limit(values: dict[str, Any], name: str, maximum: int) -> None:
@@ -203,7 +203,7 @@ def _limit(values: dict[str, Any], name: str, maximum: int) -> None:
 def _limit_token(value: Any) -> Any:
     if isinstance(value, list):
         return [_limit_token(item) for item in value]
-    return value if value < VOCABULARY else 0
+    return value if value < VOCAB_SIZE else 0
 
 
 _NUM_DOCUMENTS, _MIN_WORDS, _MAX_WORDS = 80, 12, 100  # number of documents, and minimum and maximum words in each
@@ -232,11 +232,11 @@ def _default_config() -> PretrainedConfig:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HEADS * HEAD_DIM,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=NUM_HEADS * HEAD_DIM,
         intermediate_size=160,
         num_hidden_layers=4,
-        num_attention_heads=HEADS,
+        num_attention_heads=NUM_HEADS,
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
@@ -247,12 +247,12 @@ def no_progress_bars() -> Iterator[None]:
     """Disable transformers' progress bars in the context."""
     from transformers.utils import logging
 
-    was_on = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
@@ -282,8 +282,8 @@ def _write_tokenizer(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()
-    words = {"<unk>": 0, "<end>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    vocab = {"<unk>": 0, "<end>": 1, **{f"w{index}": index for index in range(2, VOCAB_SIZE)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "<end>"}
@@ -293,9 +293,9 @@ def _write_tokenizer(folder: Path) -> Path:
 
 def _write_text(path: Path, seed: int) -> Path:
     """Write documents of many different lengths, so that training packs, splits and pads them."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(_NUM_DOCUMENTS):
-            words = (f"w{draw.randrange(2, VOCABULARY)}" for _ in range(draw.randint(_MIN_WORDS, _MAX_WORDS)))
+            words = (f"w{rng.randrange(2, VOCAB_SIZE)}" for _ in range(rng.randint(_MIN_WORDS, _MAX_WORDS)))
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
     return path

@@ -26,12 +26,12 @@ class TaskHead:
     """Differences between a folder and a model with a task head.
 
     Attributes:
-        own_pattern: Pattern for the names of the head's parameters, which are initialized if the folder lacks them.
+        head_pattern: Pattern for the names of the head's parameters, which are initialized if the folder lacks them.
         other_pattern: Pattern for the tensor names of all other heads, which are neither loaded nor exported.
         config: Values that an export sets in ``config.json``.
     """
 
-    own_pattern: str
+    head_pattern: str
     other_pattern: str
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,17 +42,17 @@ class TaskHead:
 
 def set_head(model: PreTrainedModel, head: TaskHead) -> None:
     """Record a task head on a skeleton. Make transformers permit folders without this head or with other heads."""
-    own: Any = cast("Any", model).__dict__
-    own[_ATTRIBUTE] = head
-    for key, pattern in (("missing", head.own_pattern), ("unexpected", head.other_pattern)):
+    attributes: Any = cast("Any", model).__dict__
+    attributes[_ATTRIBUTE] = head
+    for key, pattern in (("missing", head.head_pattern), ("unexpected", head.other_pattern)):
         name = f"_keys_to_ignore_on_load_{key}"
-        own[name] = [*(getattr(model, name, None) or ()), pattern]
+        attributes[name] = [*(getattr(model, name, None) or ()), pattern]
 
 
 def head_of(model: PreTrainedModel) -> TaskHead | None:
     """Return a skeleton's task head, or None for a language model."""
-    found: TaskHead | None = model.__dict__.get(_ATTRIBUTE)
-    return found
+    head: TaskHead | None = model.__dict__.get(_ATTRIBUTE)
+    return head
 
 
 def head_modules(model: PreTrainedModel) -> list[str]:
@@ -67,11 +67,11 @@ def head_modules(model: PreTrainedModel) -> list[str]:
 
 def other_class_advice(names: Iterable[str]) -> str:
     """Return advice for a folder whose model class is for an unsupported task, or "" if the task is supported."""
-    other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
-    if other is None:
+    class_name = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
+    if class_name is None:
         return ""
     return (
-        f'config.json names {other}, which is not a causal language model. Set task = "reward" for rewards. Train '
+        f'config.json names {class_name}, which is not a causal language model. Set task = "reward" for rewards. Train '
         "classifiers and other models from Python with megatrain.offload, or use megatrain.hf.offloaded(...) with "
         "transformers' Trainer or TRL's RewardTrainer"
     )

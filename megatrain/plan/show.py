@@ -144,11 +144,11 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
 
 def _expert_notes(plan: Plan) -> tuple[str, ...]:
     """Return a message about the number of expert parts that a step's tokens will probably reach."""
-    parts = [visit for visit in plan.trace.visits if visit.chance_of_no_token]
+    parts = [visit for visit in plan.trace.visits if visit.no_token_probability]
     if not parts or not plan.run.world.is_single:
         return ()
     tokens = plan.shape.tokens_per_step
-    count = sum(1 - visit.chance_of_no_token**tokens for visit in parts)
+    count = sum(1 - visit.no_token_probability**tokens for visit in parts)
     return (
         f"experts are split into {len(parts):,} parts; {tokens:,} tokens are expected to reach {count:,.0f} of them. "
         "The weights of the others do not move, so the bytes of this plan are an upper bound",

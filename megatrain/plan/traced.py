@@ -257,7 +257,7 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
     head = graph.model.get_output_embeddings()
     modules |= {name: module for name, module in graph.model.named_modules() if module is head}
     names = (f"{path}.{parameter}" for path, module in modules.items() for parameter, _ in module.named_parameters())
-    return frozenset(graph.owner_of.get(name, name) for name in names)
+    return frozenset(graph.owner_names.get(name, name) for name in names)
 
 
 def _device_optimizer(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:

@@ -183,7 +183,7 @@ class Tracer:
 
         def once(*args: Tensor) -> Tensor:
             visit, kind = self._visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
-            visit.chance_of_no_token = part.chance_of_no_token(args)
+            visit.no_token_probability = part.no_token_probability(args)
             first = self._parts.setdefault(kind, visit)
             if first is visit:
                 return cast("Tensor", forward(*args))

@@ -134,7 +134,7 @@ class VisitCounts:
     saved: list[Tensor] = field(default_factory=list)
     reused: dict[int, tuple[int, int]] = field(default_factory=dict)
     equal_part: VisitCounts | None = None
-    chance_of_no_token: float = 0.0
+    no_token_probability: float = 0.0
     looked_up: set[str] | None = None
     filled: set[str] = field(default_factory=set)
     only_rows: set[str] = field(default_factory=set)
@@ -185,6 +185,6 @@ class VisitCounts:
             attention=recompute.attention if is_savable else NOT_SAVABLE,
             results=recompute.results if is_savable else NOT_SAVABLE,
             reused=self.reused,
-            chance_of_no_token=self.chance_of_no_token,
+            no_token_probability=self.no_token_probability,
             unneeded=replace(unneeded, work=unneeded.work.scaled(unit.share)),
         )

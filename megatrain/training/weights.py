@@ -120,7 +120,7 @@ class AdaptedWeights:
         self._cached_tensor: tuple[str, Tensor] | None = None
         if self._saved_adapters is not None:
             for name in self._saved_adapters.base_copies:
-                if graph.owner_of.get(name, name) not in self._entries:
+                if graph.owner_names.get(name, name) not in self._entries:
                     raise AdapterError(f"lora.adapter_name_or_path: {name} has no place in the model")
                 self._saved_adapters.check_base(name, self._base_weight(name))
 
@@ -171,7 +171,7 @@ class AdaptedWeights:
         return self._cached_tensor[1]
 
     def _base_weight(self, name: str) -> Tensor:
-        entry = replace(self._entries[self._graph.owner_of.get(name, name)], offset=0)
+        entry = replace(self._entries[self._graph.owner_names.get(name, name)], offset=0)
         weight = torch.zeros(entry.shape)
         with self._graph.plain_model():
             self._loader.fill(UnitLayout("", (entry,), entry.numel, False), {entry.name: weight})

@@ -199,7 +199,7 @@ def packed_batches() -> list[dict[str, torch.Tensor]]:
 
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-LARGEST_NUM_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 30_000_000
 
 SMALL_BY_NUMBER: dict[int, str] = {
     VOCAB: "vocab_size vocab_size_per_layer_input",
@@ -239,7 +239,7 @@ def shrunk_config(model_type: str) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if num_parameters > LARGEST_NUM_PARAMETERS:
+    if num_parameters > MAX_PARAMETERS:
         raise ValueError(f"still {num_parameters} parameters")
     return config
 

@@ -151,7 +151,7 @@ def _of_model(graph: ModelGraph) -> str:
     config = graph.model.config
     built = (config._attn_implementation, getattr(config, "_experts_implementation", None), graph.dtype)
     converters = [(type(converter), vars(converter)) for converter in graph.converters]
-    parts = (graph.model, dict(graph.layouts), graph.units, graph.owner_of, converters, graph.optional_units)
+    parts = (graph.model, dict(graph.layouts), graph.units, graph.owner_names, converters, graph.optional_units)
     return f"{type(graph.model)} {config.to_json_string()} {_text((built, parts))}"
 
 

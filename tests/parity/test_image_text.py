@@ -75,7 +75,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
     loaded = {name: p for name, p in model.named_parameters() if name in graph.trainable_parameters}
     passthrough = passthrough_modules(graph.model)
     if passthrough is not None:
-        unaccounted = set(dict(model.named_parameters())) - set(loaded) - passthrough.names - set(graph.owner_of)
+        unaccounted = set(dict(model.named_parameters())) - set(loaded) - passthrough.names - set(graph.owner_names)
         assert not unaccounted
         assert not passthrough.names & set(expected.gradients), "untrained tensors have no gradient"
     access = MemoryAccess(graph, loaded, torch.float32)

@@ -47,7 +47,7 @@ class TracedVisit:
         saved: `(shape, dtype)` of every activation that is kept in a block until the backward.
         reused: Maps an input's index to the (visit, index) of an earlier activation that is the same tensor. Both use
             one block.
-        chance_of_no_token: Probability that one token is not routed to the visit's experts, assuming uniform routing.
+        no_token_probability: Probability that one token is not routed to the visit's experts, assuming uniform routing.
         backward: Work that recompute and backward execute; `NO_WORK` for visits of the head.
         by_part: Names of parameters that the visit can process one part at a time, both weight and gradient.
         attention: Attention results that can be saved for the recompute.
@@ -65,7 +65,7 @@ class TracedVisit:
     attention: SavableResults = NOT_SAVABLE
     results: SavableResults = NOT_SAVABLE
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    chance_of_no_token: float = 0.0
+    no_token_probability: float = 0.0
     unneeded: SkippedProducts = NOTHING_UNNEEDED
 
     @property

@@ -145,7 +145,7 @@ class LeasedWeights(WeightPlace):
         for number, tick in enumerate(self._program.ticks):
             self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
         visits = enumerate(model.trace.visits)
-        self._chances = {number: visit.chance_of_no_token for number, visit in visits if visit.chance_of_no_token}
+        self._chances = {number: visit.no_token_probability for number, visit in visits if visit.no_token_probability}
         self._decoded = DecodedWeights(decoded_bytes(model.graph, model.trace, model.program))
 
     def free(self) -> None:

@@ -69,7 +69,7 @@ def test_every_parameter_is_owned_once(family: str) -> None:
     for unit in graph.units:
         for local, owner, layout_name in unit.params:
             full = f"{unit.name}.{local}"
-            assert graph.owner_of.get(full, full) == owner
+            assert graph.owner_names.get(full, full) == owner
             assert owner in {entry.name for entry in graph.layouts[layout_name].entries}
     assert sum(unit.is_layer for unit in graph.units) == model.config.num_hidden_layers
 
@@ -92,7 +92,7 @@ def test_units_in_definition_order_with_a_tied_head() -> None:
         "model.norm",
         "lm_head",
     ]
-    assert graph.owner_of == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert graph.owner_names == {"lm_head.weight": "model.embed_tokens.weight"}
     assert graph.units[-1].params == (("weight", "model.embed_tokens.weight", "model.embed_tokens"),)
     assert "lm_head" not in graph.layouts
 

@@ -89,7 +89,7 @@ def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
         assert_same_numbers(run, plain)
         packed = {key: block for key, block in run.plan.program.blocks.items() if block.num_packed}
         assert packed, "the layers' frozen weights"
-        stored = ModelFolder(model).stored
+        stored = ModelFolder(model).file_records
         for key, block in packed.items():
             # Their bytes in the files, norms in the compute dtype, and alignment.
             prefix = key.removesuffix(".frozen/weight")

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder
-from megatrain.models.small import LARGEST_NUM_PARAMETERS, write_small_model
+from megatrain.models.small import MAX_PARAMETERS, write_small_model
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "mixtral", "gpt_oss",
@@ -22,7 +22,7 @@ FAMILIES = (
 def test_small_copies_keep_the_family_and_its_kinds_of_layers(family: str, tmp_path: Path) -> None:
     original = CONFIG_MAPPING[family]()
     small = write_small_model(original, tmp_path, attn_implementation="auto", seed=1)
-    assert small.num_parameters <= LARGEST_NUM_PARAMETERS // 10 and 3 <= small.num_layers <= 8
+    assert small.num_parameters <= MAX_PARAMETERS // 10 and 3 <= small.num_layers <= 8
     values = json.loads((small.folder / "config.json").read_text())
     assert values["model_type"] == family
     kinds = getattr(original, "layer_types", None)
