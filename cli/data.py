@@ -115,7 +115,7 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
     """
     loaded = source.load()
 
-    from megatrain.converters.packed_rows import choose_packing_of_model
+    from megatrain.converters.packed_rows import choose_model_packing
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
     from megatrain.machine.this_machine import THIS_MACHINE
@@ -125,7 +125,7 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
     # Do not resolve "cuda", so that the command also works on a machine without a GPU.
     device = loaded.config.device
     batch = resolve_batch(loaded.config, device if device == "cuda" else THIS_MACHINE.resolve_device(device).type)
-    packing, warning = choose_packing_of_model(model, data.table.packing, is_default=data.has_default_packing)
+    packing, warning = choose_model_packing(model, data.table.packing, is_default=data.has_default_packing)
     data = data.with_keys(packing=packing)
     if warning:
         click.echo(f"warning: {warning}", err=True)

@@ -66,7 +66,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Prefix that peft adds to all names in adapter files.
 FILE_PREFIX = "base_model.model."
 _MAX_REASON_LENGTH = 300
-_NAME = "default"  # name of the adapter in peft's layers
+_ADAPTER_NAME = "default"  # name of the adapter in peft's layers
 
 
 class AdapterError(Exception):
@@ -79,7 +79,7 @@ def _peft_config(table: LoraConfig) -> Any:
     Raises:
         AdapterError: If peft is not installed or refuses the settings, or if the folder has no usable settings.
     """
-    peft = _peft()
+    peft = _import_peft()
     if table.adapter_name_or_path is not None:
         config = read_adapter_settings(table.adapter_name_or_path)
         config.lora_dropout = table.lora_dropout
@@ -104,10 +104,10 @@ def _peft_config(table: LoraConfig) -> Any:
             target_parameters=list(table.target_parameters) or None,
         )
     except (ValueError, TypeError) as error:
-        raise AdapterError(f"[lora]: peft refuses these settings: {_one_line(error)}") from error
+        raise AdapterError(f"[lora]: peft refuses these settings: {_summarize_error(error)}") from error
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
@@ -117,7 +117,7 @@ def _peft() -> Any:
     return peft
 
 
-def _one_line(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     text = " ".join(re.sub(r"\(\s*\(.*\)\s*\)", "", str(error), flags=re.DOTALL).split()).rstrip(".")  # no module trees
     return text if len(text) <= _MAX_REASON_LENGTH else f"{text[:_MAX_REASON_LENGTH]} ..."
 
@@ -170,41 +170,41 @@ class Adapters(ModelConverter):
         non_text = _non_text_paths(model, self._images)
         self.config = _add_adapters(model, self._table, self._images, non_text)
         self._find_layers(model)
-        where = _selecting_key(self._table)
+        key = _selecting_key(self._table)
         for path, layer in self._layers.items():
-            _check_layer(where, path, layer)
+            _check_layer(key, path, layer)
             if hasattr(layer, "parameter_name"):
-                layer.__dict__["forward"] = partial(_with_adapted_parameter, layer)
+                layer.__dict__["forward"] = partial(_run_adapted_module, layer)
             for name, parameter in layer.named_parameters():
                 if not name.startswith("base_layer."):
                     parameter.data = parameter.data.to(model.dtype)
         _train_modules(model, list(self.config.modules_to_save or ()), self)
         self.names = tuple(self.plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
         self.adapter_names = frozenset(name for name in self.names if self.layer_of(name) is not None)
-        trained = tuple(f"{path}." for path in non_text)
-        if self._images == "trained" and not any(name.startswith(trained) for name in self.names):
+        prefixes = tuple(f"{path}." for path in non_text)
+        if self._images == "trained" and not any(name.startswith(prefixes) for name in self.names):
             raise AdapterError(
-                f'{where} has no weights for the image modules, but model.images = "trained" trains them. Write '
+                f'{key} has no weights for the image modules, but model.images = "trained" trains them. Write '
                 'model.images = "frozen"'
             )
 
     def _find_layers(self, model: PreTrainedModel) -> None:
         from peft.tuners.lora import LoraLayer
 
-        self._places: list[_PeftLayer] = []
+        self._peft_layers: list[_PeftLayer] = []
         self._layers: dict[str, Any] = {}  # peft layers by path, including nested layers
-        self._by_weight: dict[str, str] = {}  # path of the peft layer by the name of the model's weight
+        self._path_by_weight: dict[str, str] = {}  # path of the peft layer by the name of the model's weight
         for path, module in model.named_modules():
             if not isinstance(module, LoraLayer):
                 continue
             parent_path, _, leaf = path.rpartition(".")
             if leaf != "base_layer":
                 parent = model.get_submodule(parent_path)
-                self._places.append(_PeftLayer(path, parent, leaf, module, module.get_base_layer()))
+                self._peft_layers.append(_PeftLayer(path, parent, leaf, module, module.get_base_layer()))
             self._layers[path] = module
-            self._by_weight[f"{self._places[-1].path}.{getattr(module, 'parameter_name', 'weight')}"] = path
+            self._path_by_weight[f"{self._peft_layers[-1].path}.{getattr(module, 'parameter_name', 'weight')}"] = path
         self.num_layers = len(self._layers)
-        self._paths = {place.path for place in self._places}
+        self._paths = {peft_layer.path for peft_layer in self._peft_layers}
 
     def is_unit(self, module: nn.Module) -> bool:
         """Return whether a module is a peft layer, which forms one unit with the module that it wraps."""
@@ -216,39 +216,39 @@ class Adapters(ModelConverter):
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
             if path in self._paths:
-                depth = next(number for number, part in enumerate(parts[end:]) if part != "base_layer")
-                rest = parts[end + depth :]
-                if not rest[0].startswith("lora_"):
-                    return ".".join([path, *rest])
-                if rest[0] == "lora_magnitude_vector":
-                    rest = rest[:1]
-                return ".".join([path, *["base_layer"] * depth, *(part for part in rest if part != _NAME)])
+                depth = next(index for index, part in enumerate(parts[end:]) if part != "base_layer")
+                suffix = parts[end + depth :]
+                if not suffix[0].startswith("lora_"):
+                    return ".".join([path, *suffix])
+                if suffix[0] == "lora_magnitude_vector":
+                    suffix = suffix[:1]
+                return ".".join([path, *["base_layer"] * depth, *(part for part in suffix if part != _ADAPTER_NAME)])
         return name
 
     def layer_of(self, name: str) -> Any:
         """Return the peft layer that owns an adapter tensor, or None for a tensor of the model."""
-        path, _, rest = name.rpartition(".lora_")
-        return self._layers.get(path) if rest else None
+        path, _, suffix = name.rpartition(".lora_")
+        return self._layers.get(path) if suffix else None
 
     @contextmanager
     def plain_model(self) -> Iterator[None]:
         """Remove the adapters within the context, so that modules and their names match the model folder."""
-        for place in self._places:
-            place.parent._modules[place.leaf] = place.base
+        for peft_layer in self._peft_layers:
+            peft_layer.parent._modules[peft_layer.leaf] = peft_layer.base
         try:
             yield
         finally:
-            for place in self._places:
-                place.parent._modules[place.leaf] = place.layer
+            for peft_layer in self._peft_layers:
+                peft_layer.parent._modules[peft_layer.leaf] = peft_layer.layer
 
     # -- weights of new adapters -----------------------------------------------------------------------------------
 
-    def initialize(self, views: Mapping[str, Tensor], base: Mapping[str, Tensor], seed: int) -> None:
+    def initialize(self, views: Mapping[str, Tensor], base_weights: Mapping[str, Tensor], seed: int) -> None:
         """Initialize adapter tensors by peft's rules. The values depend only on the seed and on the tensors' names.
 
         Args:
             views: fp32 tensors to fill, by name.
-            base: fp32 weights of the modules that `dora_modules` returns, by module name.
+            base_weights: fp32 weights of the modules that `dora_modules` returns, by module name.
         """
         for name, view in views.items():
             kind = name.rpartition(".lora_")[2].partition(".")[0]
@@ -262,7 +262,7 @@ class Adapters(ModelConverter):
                     view.normal_(generator=generator)
                 elif kind == "magnitude_vector":
                     layer = self.layer_of(name)
-                    weight = base[name.rpartition(".lora_")[0]]
+                    weight = base_weights[name.rpartition(".lora_")[0]]
                     # B is zero, so the initial magnitude is the norm of the module's weight.
                     rows = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
                     view.copy_(torch.linalg.norm(rows, dim=1))
@@ -275,13 +275,13 @@ class Adapters(ModelConverter):
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
-    def tensors_of_weight(self, name: str) -> tuple[str, ...]:
+    def adapter_tensors(self, name: str) -> tuple[str, ...]:
         """Return the names of the adapter tensors that change a weight. Empty if the weight has no adapter."""
-        path = self._by_weight.get(name)
+        path = self._path_by_weight.get(name)
         if path is None:
             return ()
-        own = self._layers[path].named_parameters(prefix=path)
-        return tuple(self.plain_name(each) for each, _ in own if not each.startswith(f"{path}.base_layer."))
+        parameters = self._layers[path].named_parameters(prefix=path)
+        return tuple(self.plain_name(local) for local, _ in parameters if not local.startswith(f"{path}.base_layer."))
 
     def merge(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Merge an adapter into a weight, like peft's ``merge_and_unload``, and return the result in fp32.
@@ -289,32 +289,32 @@ class Adapters(ModelConverter):
         Args:
             name: Name of a weight that has an adapter.
             weight: The weight without the adapter.
-            tensors: All tensors that ``tensors_of_weight`` lists, by name.
+            tensors: All tensors that ``adapter_tensors`` lists, by name.
         """
-        path = self._by_weight[name]
+        path = self._path_by_weight[name]
         layer = self._layers[path]
-        slots: list[tuple[dict[str, Any], str, Tensor]] = [
+        entries: list[tuple[dict[str, Any], str, Tensor]] = [
             (layer.get_base_layer()._parameters, name.rpartition(".")[2], weight.detach().float().clone())
         ]
-        for local, _ in layer.named_parameters():
-            if not local.startswith("base_layer."):
-                inner, _, leaf = local.rpartition(".")
-                value = tensors[self.plain_name(f"{path}.{local}")].float()
-                slots.append((layer.get_submodule(inner)._parameters, leaf, value))
-        before = [registry[leaf] for registry, leaf, _ in slots]
+        for local_name, _ in layer.named_parameters():
+            if not local_name.startswith("base_layer."):
+                module_path, _, leaf = local_name.rpartition(".")
+                value = tensors[self.plain_name(f"{path}.{local_name}")].float()
+                entries.append((layer.get_submodule(module_path)._parameters, leaf, value))
+        originals = [registry[leaf] for registry, leaf, _ in entries]
         try:
-            for registry, leaf, value in slots:
+            for registry, leaf, value in entries:
                 registry[leaf] = nn.Parameter(value, requires_grad=False)
             with torch.no_grad():
                 layer.merge()
-                registry, leaf, _ = slots[0]
-                merged: Tensor = registry[leaf].data
+                registry, leaf, _ = entries[0]
+                merged_weight: Tensor = registry[leaf].data
         finally:
-            for (registry, leaf, _), value in zip(slots, before, strict=True):
+            for (registry, leaf, _), value in zip(entries, originals, strict=True):
                 registry[leaf] = value
             layer.merged_adapters.clear()
             layer._caches.clear()
-        return merged
+        return merged_weight
 
     def export_source(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
         """Return a source of weights that merges the adapters. It needs RAM for one additional weight.
@@ -332,13 +332,13 @@ class Adapters(ModelConverter):
             ExportTargetError: If a module with an adapter shares its weight with another module.
         """
         with self.plain_model():
-            shared = {name: names for names in tied_groups(graph.model) for name in names}
-        for weight in self._by_weight:
-            others = [name for name in shared.get(weight, ()) if name != weight]
-            if others:
+            tied_names = {name: names for names in tied_groups(graph.model) for name in names}
+        for weight in self._path_by_weight:
+            other_names = [name for name in tied_names.get(weight, ()) if name != weight]
+            if other_names:
                 raise ExportTargetError(
-                    f"the adapter of {weight} cannot be merged: {others[0]} is the same tensor, and would change with "
-                    "it. Export the adapter alone (export.merge = false), or leave that module out"
+                    f"the adapter of {weight} cannot be merged: {other_names[0]} is the same tensor, and would change "
+                    "with it. Export the adapter alone (export.merge = false), or leave that module out"
                 )
 
     def settings(self, base_model: str) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class Adapters(ModelConverter):
     @property
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules that have adapters."""
-        return tuple(place.path for place in self._places)
+        return tuple(peft_layer.path for peft_layer in self._peft_layers)
 
 
 def adapters_of(graph: ModelGraph) -> Adapters | None:
@@ -376,7 +376,7 @@ def _non_text_paths(model: PreTrainedModel, images: Images) -> list[str]:
 
 def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non_text: Sequence[str]) -> Any:
     """Inject peft's layers into a skeleton. Return peft's config with the selected modules."""
-    peft = _peft()
+    peft = _import_peft()
     config, is_new = _peft_config(table), table.adapter_name_or_path is None
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
     _check_supported(config, model)
@@ -396,10 +396,10 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about tied weights and about transformers
         try:
-            peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+            peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
             raise AdapterError(
-                f"{_selecting_key(table)}: {_one_line(error)}. {type(model).__name__} has e.g. "
+                f"{_selecting_key(table)}: {_summarize_error(error)}. {type(model).__name__} has e.g. "
                 f"{_example_module_names(model)}"
             ) from error
     vars(model).pop("peft_config", None)  # otherwise transformers would treat it as a peft model
@@ -417,14 +417,14 @@ def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> Non
         AdapterError: If a pattern is invalid or takes too long.
     """
     layers = config.layers_pattern or ()
-    kinds: dict[str, Sequence[str]] = {  # for each of peft's pattern templates, the values that peft inserts into it
-        "{}": [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)],
+    templates: dict[str, Sequence[str]] = {  # values that peft inserts into each of its pattern templates
+        "{}": [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, str)],
         r"(?:^|.*?\.){}\.(?P<idx>\d+)\.": [layers] if isinstance(layers, str) else layers,
         r"(^|.*\.){}($|\..*)": config.modules_to_save or (),
         r"(.*\.)?({})$": [*(config.rank_pattern or ()), *(config.alpha_pattern or ())],
     }
-    found = [(form, each) for form, settings in kinds.items() for each in settings if not _MODULE_NAME.fullmatch(each)]
-    patterns = [form.replace("{}", each) for form, each in found if each != "all-linear"]
+    pairs = [(t, value) for t, values in templates.items() for value in values if not _MODULE_NAME.fullmatch(value)]
+    patterns = [template.replace("{}", value) for template, value in pairs if value != "all-linear"]
     if not patterns:
         return
 
@@ -443,18 +443,18 @@ def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> Non
     try:
         problem = run_limited(match_all)
     except LimitError as error:
-        longest = max(patterns, key=len)
-        problem = f"{longest if len(longest) < 200 else f'{longest[:200]} ...'!r} cannot be matched: {error}"
+        example = max(patterns, key=len)
+        problem = f"{example if len(example) < 200 else f'{example[:200]} ...'!r} cannot be matched: {error}"
     if problem:
         raise AdapterError(f"{_selecting_key(table)}{file}: {problem}. List the names of the modules instead")
 
 
-def _check_layer(where: str, path: str, layer: Any) -> None:
+def _check_layer(key: str, path: str, layer: Any) -> None:
     """Raise an error if the module that an adapter wraps is not supported."""
     base = layer.get_base_layer()
     if not (hasattr(layer, "parameter_name") or isinstance(base, nn.Linear | nn.Embedding) or is_conv1d(base)):
         raise AdapterError(
-            f"{where}: {path} is a {type(base).__name__}; only linear layers and embeddings get adapters. Leave it out"
+            f"{key}: {path} is a {type(base).__name__}; only linear layers and embeddings get adapters. Leave it out"
         )
     if layer.lora_variant and isinstance(base, nn.Embedding):
         raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
@@ -470,27 +470,27 @@ def _extend_excluded(excluded: Any, paths: Sequence[str]) -> str:
     return "|".join(patterns)
 
 
-def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_adapted_module(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module whose parameter has an adapter. This function replaces the forward of peft's ``ParamWrapper``.
 
     peft's forward registers a parametrization, which needs an ``nn.Parameter``, but the parameter is a leased view.
     """
     parameters, name = layer.get_base_layer()._parameters, layer.parameter_name
-    own = parameters[name]
+    weight = parameters[name]
     if layer.num_experts > 1:
-        left, right, scaling = layer.get_delta_factors(_NAME)
-        parameters[name] = torch.baddbmm(own, left, right, alpha=scaling)
+        a, b, scaling = layer.get_delta_factors(_ADAPTER_NAME)
+        parameters[name] = torch.baddbmm(weight, a, b, alpha=scaling)
     else:
-        parameters[name] = own + layer.get_delta_weight(_NAME)
+        parameters[name] = weight + layer.get_delta_weight(_ADAPTER_NAME)
     try:
         return layer.base_layer(*args, **kwargs)
     finally:
-        parameters[name] = own
+        parameters[name] = weight
 
 
 def _check_supported(config: Any, model: PreTrainedModel) -> None:
     """Raise an error that names the unsupported peft features in a config."""
-    kinds = {
+    features = {
         "bias": config.bias != "none",
         "lora_bias": config.lora_bias,
         "trainable_token_indices": config.trainable_token_indices is not None,
@@ -499,10 +499,10 @@ def _check_supported(config: Any, model: PreTrainedModel) -> None:
         "use_qalora": config.use_qalora,
     }
     for name in ("use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config"):
-        kinds[name] = getattr(config, name, None) is not None
-    used = [name for name, is_used in kinds.items() if is_used]
-    if used:
-        raise AdapterError(f"[lora]: {join_names(used)} of peft is not supported. Leave it out")
+        features[name] = getattr(config, name, None) is not None
+    used_features = [name for name, is_used in features.items() if is_used]
+    if used_features:
+        raise AdapterError(f"[lora]: {join_names(used_features)} of peft is not supported. Leave it out")
     if not (isinstance(config.init_lora_weights, bool) or config.init_lora_weights == "gaussian"):
         raise AdapterError(
             f'lora.init_lora_weights = {config.init_lora_weights!r} is not supported. Write true or "gaussian"; or '
@@ -511,71 +511,72 @@ def _check_supported(config: Any, model: PreTrainedModel) -> None:
 
 
 def _example_module_names(model: PreTrainedModel) -> str:
-    ends = {
+    suffixes = {
         name.rpartition(".")[2]: None for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)
     }
-    return join_names(list(ends), limit=8)
+    return join_names(list(suffixes), limit=8)
 
 
-def _train_modules(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapters) -> None:
+def _train_modules(model: PreTrainedModel, suffixes: Sequence[str], adapters: Adapters) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for each in wanted:
-        found = [(path, m) for path, m in model.named_modules() if path.endswith(each)]
-        if not found:
-            raise AdapterError(f"lora.modules_to_save: no module's name ends in '{each}'. An example is lm_head")
-        for path, module in found:
-            if any(other == path or other.startswith(f"{path}.") for other in adapters.modules):
+    for suffix in suffixes:
+        matches = [(path, m) for path, m in model.named_modules() if path.endswith(suffix)]
+        if not matches:
+            raise AdapterError(f"lora.modules_to_save: no module's name ends in '{suffix}'. An example is lm_head")
+        for path, module in matches:
+            if any(adapted_path == path or adapted_path.startswith(f"{path}.") for adapted_path in adapters.modules):
                 raise AdapterError(
                     f"lora.modules_to_save: {path} also has adapters. Remove it from one of the two keys"
                 )
             for parameter in module.parameters():
-                others = [name for name in names[id(parameter)] if not name.startswith(f"{path}.")]
-                if others:
+                other_names = [name for name in names[id(parameter)] if not name.startswith(f"{path}.")]
+                if other_names:
                     raise AdapterError(
-                        f"lora.modules_to_save: {path} shares its weight with {others[0]}, which would also be trained "
-                        "but not saved. Leave it out, or give it adapters: lora.target_modules"
+                        f"lora.modules_to_save: {path} shares its weight with {other_names[0]}, which would also be "
+                        "trained but not saved. Leave it out, or give it adapters: lora.target_modules"
                     )
                 parameter.requires_grad_(True)
 
 
 def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) -> WeightSource:
-    layout_of = {entry.name: layout for layout in graph.layouts.values() for entry in layout.entries}
-    entry_of = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
+    layouts = {entry.name: layout for layout in graph.layouts.values() for entry in layout.entries}
+    entries = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
 
     @contextmanager
-    def merged(layout: UnitLayout) -> Iterator[ReadMaster]:
-        adapted = {entry.name: adapters.tensors_of_weight(entry.name) for entry in layout.entries}
-        others = {layout_of[name].name: layout_of[name] for names in adapted.values() for name in names}
+    def open_merged(layout: UnitLayout) -> Iterator[ReadMaster]:
+        tensor_names = {entry.name: adapters.adapter_tensors(entry.name) for entry in layout.entries}
+        other_layouts = {layouts[name].name: layouts[name] for names in tensor_names.values() for name in names}
         with ExitStack() as stack:
             read = stack.enter_context(source(layout))
-            readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
-            last: dict[str, Tensor] = {}  # a cache that holds one weight at a time
+            readers = {name: stack.enter_context(source(other_layout)) for name, other_layout in other_layouts.items()}
+            cache: dict[str, Tensor] = {}  # a cache that holds one weight at a time
 
-            def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
+            def read_entry(entry: TensorEntry, read: ReadMaster) -> Tensor:
                 return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
 
-            def weight(entry: TensorEntry) -> Tensor:
-                if entry.name not in last:
-                    last.clear()
+            def merge_entry(entry: TensorEntry) -> Tensor:
+                if entry.name not in cache:
+                    cache.clear()
                     tensors = {
-                        name: whole(entry_of[name], readers[layout_of[name].name]) for name in adapted[entry.name]
+                        name: read_entry(entries[name], readers[layouts[name].name])
+                        for name in tensor_names[entry.name]
                     }
-                    last[entry.name] = adapters.merge(entry.name, whole(entry, read), tensors).view(-1)
-                return last[entry.name]
+                    cache[entry.name] = adapters.merge(entry.name, read_entry(entry, read), tensors).view(-1)
+                return cache[entry.name]
 
             def read_merged(start: int, stop: int) -> Tensor:
                 out = read(start, stop)
-                for entry, first, end in entries_within(layout, start, stop):
-                    if adapted[entry.name]:
+                for entry, begin, end in entries_within(layout, start, stop):
+                    if tensor_names[entry.name]:
                         out = out.clone()  # `out` may be a view of the block
-                        out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
+                        out[entry.offset + begin - start : entry.offset + end - start] = merge_entry(entry)[begin:end]
                 return out
 
             yield read_merged
 
-    return merged
+    return open_merged
 
 
 # -- folders of adapters -----------------------------------------------------------------------------------------------
@@ -589,14 +590,14 @@ def find_base_model(folder: Path) -> str:
     """
     path = folder / ADAPTER_CONFIG
     try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        model = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
-        base = None
-    if not isinstance(base, str) or not base:
+        model = None
+    if not isinstance(model, str) or not model:
         raise AdapterError(f"{path} specifies no base model. Export the run again")
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        raise AdapterError(f"{folder}: its base model is gone: {base}. Restore it, or write its new path into {path}")
-    return base
+    if Path(model).is_absolute() and not Path(model).is_dir():
+        raise AdapterError(f"{folder}: its base model is gone: {model}. Restore it, or write its new path into {path}")
+    return model
 
 
 def read_adapter_settings(folder: Path | str) -> Any:
@@ -605,26 +606,26 @@ def read_adapter_settings(folder: Path | str) -> Any:
     Raises:
         AdapterError: If the folder has no adapter settings, or if the adapter is not LoRA.
     """
-    peft = _peft()
+    peft = _import_peft()
     path = Path(folder, ADAPTER_CONFIG)
-    where = "lora.adapter_name_or_path: "
+    prefix = "lora.adapter_name_or_path: "
     if not Path(folder).is_dir():
-        raise AdapterError(f"{where}{folder} is not a folder. Name one with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+        raise AdapterError(f"{prefix}{folder} is not a folder. Name one with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise AdapterError(f"{where}{path} is missing. Name a folder that peft wrote") from None
+        raise AdapterError(f"{prefix}{path} is missing. Name a folder that peft wrote") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{where}{path} cannot be read as JSON ({error}). Copy it again") from error
+        raise AdapterError(f"{prefix}{path} cannot be read as JSON ({error}). Copy it again") from error
     kind = values.get("peft_type") if isinstance(values, dict) else None
     if kind != "LORA":
-        raise AdapterError(f"{where}{path} is an adapter of type {kind!r}; this program trains LoRA")
+        raise AdapterError(f"{prefix}{path} is an adapter of type {kind!r}; this program trains LoRA")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return peft.LoraConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError) as error:
-        raise AdapterError(f"{where}{path}: peft cannot use it: {_one_line(error)}. Copy it again") from error
+        raise AdapterError(f"{prefix}{path}: peft cannot use it: {_summarize_error(error)}. Copy it again") from error
 
 
 _BASE_LAYER = ".base_layer.weight"
@@ -639,7 +640,7 @@ class AdapterWeights:
     """
 
     def __init__(self, folder: Path | str, adapters: Adapters, shapes: Mapping[str, Sequence[int]]) -> None:
-        where = f"lora.adapter_name_or_path: {Path(folder, ADAPTER_WEIGHTS)}"
+        location = f"lora.adapter_name_or_path: {Path(folder, ADAPTER_WEIGHTS)}"
         if not Path(folder, ADAPTER_WEIGHTS).is_file():
             has_pickle = Path(folder, "adapter_model.bin").is_file()
             advice = (
@@ -647,33 +648,33 @@ class AdapterWeights:
                 if has_pickle
                 else ""
             )
-            raise AdapterError(f"{where} is missing.{advice or ' Name a folder that peft wrote'}")
+            raise AdapterError(f"{location} is missing.{advice or ' Name a folder that peft wrote'}")
         try:
             self._file = TensorFile(Path(folder, ADAPTER_WEIGHTS))
         except ModelFolderError as error:
             raise AdapterError(f"lora.adapter_name_or_path: {error}") from error
-        self._name_in_file = {
+        self._file_names = {
             _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
             for name in self._file.records
         }
         #: Name in the file, by name in the model, of each weight that peft saved next to an embedding's adapter.
         self.base_copies = {
             name.replace(_BASE_LAYER, ".weight"): name
-            for name in self._name_in_file
+            for name in self._file_names
             if name.endswith(_BASE_LAYER) and name not in adapters.names
         }
-        missing = sorted(set(adapters.names) - set(self._name_in_file))
-        unknown = sorted(set(self._name_in_file) - set(adapters.names) - set(self.base_copies.values()))
+        missing = sorted(set(adapters.names) - set(self._file_names))
+        unknown = sorted(set(self._file_names) - set(adapters.names) - set(self.base_copies.values()))
         if missing or unknown:
             text = f"{len(missing)} tensors are missing: {join_names(missing, 3)}" if missing else ""
             text += "; " if missing and unknown else ""
             text += f"{len(unknown)} do not exist in the model: {join_names(unknown, 3)}" if unknown else ""
-            raise AdapterError(f"{where}: {text}. Is it an adapter of this model?")
+            raise AdapterError(f"{location}: {text}. Is it an adapter of this model?")
         for name in adapters.names:
-            record = self._file.records[self._name_in_file[name]]
+            record = self._file.records[self._file_names[name]]
             if tuple(record.shape) != tuple(shapes[name]):
                 raise AdapterError(
-                    f"{where}: {name} has shape {list(record.shape)}, but {list(shapes[name])} in the model. "
+                    f"{location}: {name} has shape {list(record.shape)}, but {list(shapes[name])} in the model. "
                     "Is it an adapter of this model?"
                 )
 
@@ -683,7 +684,7 @@ class AdapterWeights:
         Raises:
             AdapterError: If they differ, because the copy was trained or resized, and peft would load the copy.
         """
-        copy = self._file.read(self._name_in_file[self.base_copies[name]])
+        copy = self._file.read(self._file_names[self.base_copies[name]])
         if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):
             raise AdapterError(
                 f"lora.adapter_name_or_path: {name} differs between the file and the model's folder. Use the model "
@@ -693,7 +694,7 @@ class AdapterWeights:
     def fill(self, views: Mapping[str, Tensor]) -> None:
         """Read tensors from the folder into CPU tensors of any floating-point dtype."""
         for name, view in views.items():
-            view.copy_(self._file.read(self._name_in_file[name]))
+            view.copy_(self._file.read(self._file_names[name]))
             if not bool(torch.isfinite(view).all()):
                 raise AdapterError(f"lora.adapter_name_or_path: {name} contains infinite values or NaN")
 

@@ -3,8 +3,9 @@
 transformers describes a mask as functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor. This
 converter attaches a pattern to these functions: causal, a window, or boundaries between documents. If a mask consists
 of such patterns, it becomes a `DocumentMask`, which holds only the lengths of the documents. sdpa attention then runs
-on each document (`_attend_each`), or as one kernel for all documents if the device supports it (`_varlen`). Any other
-use of the mask first creates the dense tensor. Models with custom attention therefore stay correct, but save no memory.
+on each document (`_attend_documents`), or as one kernel for all documents if the device supports it
+(`_attend_varlen`). Any other use of the mask first creates the dense tensor. Models with custom attention therefore
+stay correct, but save no memory.
 
 No rule depends on the model class. docs/decisions/0026-attention-by-documents.md
 """
@@ -37,7 +38,7 @@ __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_do
 
 #: Minimum number of tokens per piece if a document is longer than the window. Each piece needs a mask.
 _MIN_WINDOW_TOKENS = 512
-#: Limits of the kernel in ``_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
+#: Limits of ``_attend_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM, _HEAD_MULTIPLE, _MIN_CAPABILITY = 256, 8, 8
 
@@ -76,19 +77,19 @@ class Documents:
         """
         tokens = self.num_rows * self.row_tokens
         # Limit the documents per call, because the backward needs workspace for at least FLASH_ROWS rows per document.
-        most = max(1, tokens // FLASH_ROWS)
-        found: list[tuple[slice, int, Tensor]] = []
-        at = 0
-        for first in range(0, len(self.lengths), most):
-            lengths = self.lengths[first : first + most]
+        group_size = max(1, tokens // FLASH_ROWS)
+        groups: list[tuple[slice, int, Tensor]] = []
+        start = 0
+        for index in range(0, len(self.lengths), group_size):
+            lengths = self.lengths[index : index + group_size]
             starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             if self.device.type == "cuda" and not isinstance(starts, FakeTensor):  # fake tensors cannot be pinned
                 starts = starts.pin_memory()
-            found.append(
-                (slice(at, at + sum(lengths)), max(lengths), starts.to(self.device, non_blocking=True)),
+            groups.append(
+                (slice(start, start + sum(lengths)), max(lengths), starts.to(self.device, non_blocking=True)),
             )
-            at += sum(lengths)
-        return tuple(found)
+            start += sum(lengths)
+        return tuple(groups)
 
 
 class DocumentMask(Tensor):
@@ -111,15 +112,15 @@ class DocumentMask(Tensor):
             on_dense: Function called with the reason before a dense mask is created.
         """
         shape = (documents.num_rows, 1, documents.row_tokens, documents.row_tokens)
-        made: DocumentMask = Tensor._make_wrapper_subclass(
+        mask: DocumentMask = Tensor._make_wrapper_subclass(
             cls, shape, strides=(0, 0, 0, 0), dtype=torch.bool, device=documents.device
         )
-        made.documents, made._make_dense, made._on_dense = documents, make_dense, on_dense
-        return made
+        mask.documents, mask._make_dense, mask._on_dense = documents, make_dense, on_dense
+        return mask
 
-    def dense(self, where: str) -> Tensor:
-        """Report the operation `where`, and return a new dense mask for it."""
-        self._on_dense(where)
+    def materialize(self, operation: str) -> Tensor:
+        """Report the operation `operation`, and return a new dense mask for it."""
+        self._on_dense(operation)
         return self._make_dense()
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -131,7 +132,7 @@ class DocumentMask(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _QUERIES:
+            if name in _METADATA_QUERIES:
                 return func(*args, **(kwargs or {}))
             return func(*_materialize(args, name), **_materialize(kwargs or {}, name))
 
@@ -142,17 +143,17 @@ class DocumentMask(Tensor):
         return func(*_materialize(args, str(func)), **_materialize(kwargs or {}, str(func)))
 
 
-_QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
+_METADATA_QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
 
 
-def _materialize(value: Any, where: str) -> Any:
+def _materialize(value: Any, operation: str) -> Any:
     """Return an operation's arguments with dense masks in place of `DocumentMask` objects."""
     if isinstance(value, DocumentMask):
-        return value.dense(where)
+        return value.materialize(operation)
     if isinstance(value, tuple | list):
-        return type(value)([_materialize(item, where) for item in value])
+        return type(value)([_materialize(item, operation) for item in value])
     if isinstance(value, dict):
-        return {key: _materialize(item, where) for key, item in value.items()}
+        return {key: _materialize(item, operation) for key, item in value.items()}
     return value
 
 
@@ -174,24 +175,24 @@ class _Pattern:
     boundaries: Tensor | None = None
 
 
-def _pattern_of(function: Any) -> _Pattern | None:
+def _get_pattern(function: Any) -> _Pattern | None:
     from transformers import masking_utils
 
     if function is vars(masking_utils).get("causal_mask_function"):
         return _Pattern(is_causal=True)
-    found: _Pattern | None = getattr(function, "pattern", None)
-    return found
+    pattern: _Pattern | None = getattr(function, "pattern", None)
+    return pattern
 
 
-def _with_pattern(function: Any, pattern: _Pattern | None) -> Any:
+def _attach_pattern(function: Any, pattern: _Pattern | None) -> Any:
     if pattern is not None:
         function.pattern = pattern
     return function
 
 
-def _intersection(functions: tuple[Any, ...]) -> _Pattern | None:
+def _intersect_patterns(functions: tuple[Any, ...]) -> _Pattern | None:
     """Return the pattern of an intersection of mask functions, or None if it is unknown."""
-    patterns = [_pattern_of(function) for function in functions]
+    patterns = [_get_pattern(function) for function in functions]
     known = [pattern for pattern in patterns if pattern is not None]
     if len(known) < len(patterns):
         return None
@@ -202,9 +203,9 @@ def _intersection(functions: tuple[Any, ...]) -> _Pattern | None:
     return _Pattern(any(p.is_causal for p in known), min(windows, default=None), boundaries[0] if boundaries else None)
 
 
-#: Functions of transformers that compose masks. `_OPTIONAL` exists only in newer releases.
+#: Functions of transformers that compose masks. `_OPTIONAL_COMPOSER` exists only in newer releases.
 _COMPOSERS = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
-_OPTIONAL = "remap_positions_for_packed_sequence"
+_OPTIONAL_COMPOSER = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
@@ -215,31 +216,31 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
     """
     from transformers import masking_utils
 
-    own: Any = vars(masking_utils)
-    if not own.keys() >= {*_COMPOSERS, "causal_mask_function"}:
+    namespace: Any = vars(masking_utils)
+    if not namespace.keys() >= {*_COMPOSERS, "causal_mask_function"}:
         return {}
-    own_and_masks, own_overlay, own_packed = (own[name] for name in _COMPOSERS)
-    own_remapped = own.get(_OPTIONAL)
+    original_and_masks, original_overlay, original_packed = (namespace[name] for name in _COMPOSERS)
+    original_remap = namespace.get(_OPTIONAL_COMPOSER)
 
     def and_masks(*functions: Any) -> Any:
-        return _with_pattern(own_and_masks(*functions), _intersection(functions))
+        return _attach_pattern(original_and_masks(*functions), _intersect_patterns(functions))
 
     def overlay(window: int) -> Any:
-        return _with_pattern(own_overlay(window), _Pattern(window=window))
+        return _attach_pattern(original_overlay(window), _Pattern(window=window))
 
-    def packed(boundaries: Tensor) -> Any:
-        return _with_pattern(own_packed(boundaries), _Pattern(boundaries=boundaries))
+    def pack(boundaries: Tensor) -> Any:
+        return _attach_pattern(original_packed(boundaries), _Pattern(boundaries=boundaries))
 
-    def remapped(function: Any, positions: Tensor) -> Any:
-        return _with_pattern(own_remapped(function, positions), _pattern_of(function))
+    def remap(function: Any, positions: Tensor) -> Any:
+        return _attach_pattern(original_remap(function, positions), _get_pattern(function))
 
-    found: dict[str, Callable[..., Any]] = dict(zip(_COMPOSERS, (and_masks, overlay, packed), strict=True))
-    return found if own_remapped is None else {**found, _OPTIONAL: remapped}
+    replacements: dict[str, Callable[..., Any]] = dict(zip(_COMPOSERS, (and_masks, overlay, pack), strict=True))
+    return replacements if original_remap is None else {**replacements, _OPTIONAL_COMPOSER: remap}
 
 
 @contextmanager
 def attention_by_documents(
-    on_dense: Callable[[str], None] = lambda where: None, *, enabled: bool = True
+    on_dense: Callable[[str], None] = lambda reason: None, *, enabled: bool = True
 ) -> Iterator[None]:
     """Make models with sdpa attention compute attention per document in the context. Not thread-safe.
 
@@ -253,90 +254,94 @@ def attention_by_documents(
     masks, attentions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
     namespace = vars(masking_utils)
     replacements = _mask_functions() if enabled else {}
-    before = {name: namespace[name] for name in replacements}
-    make, attend = masks["sdpa"], attentions["sdpa"]
+    originals = {name: namespace[name] for name in replacements}
+    make_mask, attend = masks["sdpa"], attentions["sdpa"]
+    sdpa_mask = (
+        _wrap_mask_function(make_mask, on_dense) if enabled else _add_report(make_mask, "compiled layers", on_dense)
+    )
     interfaces: list[tuple[Any, str, Callable[..., Any]]] = [
-        (masks, "eager", _reporting(masks["eager"], "eager attention", on_dense)),
-        (masks, "sdpa", _mask_maker(make, on_dense) if enabled else _reporting(make, "compiled layers", on_dense)),
-        (attentions, "sdpa", _attention(attend) if enabled else attend),
+        (masks, "eager", _add_report(masks["eager"], "eager attention", on_dense)),
+        (masks, "sdpa", sdpa_mask),
+        (attentions, "sdpa", _wrap_attention(attend) if enabled else attend),
     ]
-    local = [(interface, name, interface._local_mapping.get(name)) for interface, name, _ in interfaces]
+    local_functions = [(interface, name, interface._local_mapping.get(name)) for interface, name, _ in interfaces]
     try:
         namespace.update(replacements)
         for interface, name, replacement in interfaces:
             interface[name] = replacement
         yield
     finally:
-        namespace.update(before)
-        for interface, name, function in local:
+        namespace.update(originals)
+        for interface, name, function in local_functions:
             if function is None:
                 del interface[name]
             else:
                 interface[name] = function
 
 
-def _reporting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]) -> Callable[..., Any]:
-    def reporting(*args: Any, **kwargs: Any) -> Any:
+def _add_report(make: Callable[..., Any], reason: str, on_dense: Callable[[str], None]) -> Callable[..., Any]:
+    def run_with_report(*args: Any, **kwargs: Any) -> Any:
         mask = make(*args, **kwargs)
         if mask is not None:
-            on_dense(what)
+            on_dense(reason)
         return mask
 
-    return reporting
+    return run_with_report
 
 
-def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
+def _wrap_mask_function(make_mask: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
     """Wrap transformers' sdpa mask function so that it returns a `DocumentMask` if the mask's pattern is known."""
-    signature, reporting = inspect.signature(plain), _reporting(plain, "a mask of an unknown kind", on_dense)
+    signature = inspect.signature(make_mask)
+    make_with_report = _add_report(make_mask, "a mask of an unknown kind", on_dense)
 
     def make(*args: Any, **kwargs: Any) -> Tensor | None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        documents = _documents_of(bound.arguments)
+        documents = _find_documents(bound.arguments)
         if documents is not None:
-            return DocumentMask.from_documents(documents, lambda: cast("Tensor", plain(*args, **kwargs)), on_dense)
-        mask: Tensor | None = reporting(*args, **kwargs)
+            return DocumentMask.from_documents(documents, lambda: cast("Tensor", make_mask(*args, **kwargs)), on_dense)
+        mask: Tensor | None = make_with_report(*args, **kwargs)
         return mask
 
     return make
 
 
 #: Required arguments of transformers' mask function.
-_REQUIRED = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
-_REQUIRED |= {"attention_mask", "device"}
+_REQUIRED_ARGUMENTS = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
+_REQUIRED_ARGUMENTS |= {"attention_mask", "device"}
 
 
-def _documents_of(given: Mapping[str, Any]) -> Documents | None:
+def _find_documents(args: Mapping[str, Any]) -> Documents | None:
     """Return the documents that a mask separates, or None if its pattern is not supported or no mask is needed."""
     from transformers import masking_utils
 
-    if not given.keys() >= _REQUIRED:
+    if not args.keys() >= _REQUIRED_ARGUMENTS:
         return None
-    pattern = _pattern_of(given["mask_function"])
-    if pattern is None or not pattern.is_causal or given["use_vmap"]:
+    pattern = _get_pattern(args["mask_function"])
+    if pattern is None or not pattern.is_causal or args["use_vmap"]:
         return None
-    num_rows, length, padding = given["batch_size"], given["q_length"], given["attention_mask"]
-    if length != given["kv_length"] or length < 2 or _is_shifted(given["q_offset"]) or _is_shifted(given["kv_offset"]):
+    num_rows, length, padding = args["batch_size"], args["q_length"], args["attention_mask"]
+    if length != args["kv_length"] or length < 2 or _is_shifted(args["q_offset"]) or _is_shifted(args["kv_offset"]):
         return None
     window = pattern.window if pattern.window is not None and pattern.window < length else None
     if padding is not None and pattern.boundaries is not None:
         return None
-    marks = padding if pattern.boundaries is None else pattern.boundaries
-    lengths, may_be_parts = (length,) * num_rows, False
+    document_marks = padding if pattern.boundaries is None else pattern.boundaries
+    lengths, is_split = (length,) * num_rows, False
     # In a trace, assume documents as long as their rows, because these need the most memory.
-    if isinstance(marks, FakeTensor):
-        may_be_parts = bool(masking_utils.is_tracing(marks))
-    elif marks is not None:
-        if marks.shape != (num_rows, length):
+    if isinstance(document_marks, FakeTensor):
+        is_split = bool(masking_utils.is_tracing(document_marks))
+    elif document_marks is not None:
+        if document_marks.shape != (num_rows, length):
             return None
-        values = np.asarray(marks.tolist())  # reads the host mirror if the tensor has one
+        values = np.asarray(document_marks.tolist())  # reads the host mirror if the tensor has one
         if padding is not None and not _ends_in_padding(values):
             return None
         lengths = tuple(length for row in values for length in _run_lengths(row))
-        may_be_parts = len(lengths) > num_rows
-    if window is None and not may_be_parts:
+        is_split = len(lengths) > num_rows
+    if window is None and not is_split:
         return None  # sdpa needs no mask for whole rows
-    return Documents(num_rows, length, lengths, window, torch.device(given["device"]))
+    return Documents(num_rows, length, lengths, window, torch.device(args["device"]))
 
 
 def _is_shifted(offset: Any) -> bool:
@@ -358,10 +363,10 @@ def _run_lengths(row: npt.NDArray[Any]) -> list[int]:
 # -- attention -------------------------------------------------------------------------------------------------------
 
 
-def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_attention(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap transformers' sdpa attention so that it runs on each document if the mask is a `DocumentMask`."""
-    known = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
-    others = inspect.signature(plain).parameters.keys() - known | {"softcap"}
+    known_names = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
+    option_names = inspect.signature(sdpa).parameters.keys() - known_names | {"softcap"}
 
     def attention(
         module: torch.nn.Module,
@@ -374,15 +379,15 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        special = any(kwargs.get(name) is not None for name in others)  # for example a bias or a soft cap
+        has_option = any(kwargs.get(name) is not None for name in option_names)  # for example a bias or a soft cap
         # With dropout, run whole rows, because separate calls would draw other random numbers than transformers does.
         if (
-            special
+            has_option
             or dropout
             or not isinstance(attention_mask, DocumentMask)
             or not _fits(attention_mask.documents, query, key)
         ):
-            result: tuple[Tensor, None] = plain(
+            result: tuple[Tensor, None] = sdpa(
                 module,
                 query,
                 key,
@@ -397,14 +402,14 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         documents = attention_mask.documents
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, width]
         if _has_varlen(query, key, value):
-            out = _varlen(q, k, v, documents, scaling)
+            out = _attend_varlen(q, k, v, documents, scaling)
         else:
 
             def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-                found: Tensor = plain(module, q, k, v, mask, scaling=scaling, is_causal=True)[0]
-                return found
+                output: Tensor = sdpa(module, q, k, v, mask, scaling=scaling, is_causal=True)[0]
+                return output
 
-            out = _attend_each(q, k, v, documents, attend)
+            out = _attend_documents(q, k, v, documents, attend)
         return out.view(documents.num_rows, documents.row_tokens, *out.shape[1:]), None
 
     return attention
@@ -415,7 +420,7 @@ def _fits(documents: Documents, query: Tensor, key: Tensor) -> bool:
     return shapes == {(documents.num_rows, documents.row_tokens)}
 
 
-def _attend_each(
+def _attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Callable[..., Tensor]
 ) -> Tensor:
     """Run attention on each document separately, as transformers does without packing.
@@ -434,23 +439,23 @@ def _attend_each(
         if window is None or q.shape[2] <= window:
             outputs.append(attend(q, k, v, None)[0])
         else:
-            outputs += _windows(q, k, v, window, attend)
+            outputs += _attend_windows(q, k, v, window, attend)
     return torch.cat(outputs)
 
 
-def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
+def _attend_windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
     """Run windowed attention in pieces. Each piece includes the keys of the `window - 1` tokens before it."""
     rows = max(window, _MIN_WINDOW_TOKENS)
-    before = k[:, :, :0], v[:, :, :0]
+    past = k[:, :, :0], v[:, :, :0]
     for queries, keys, values in zip(*(torch.split(tensor, rows, dim=2) for tensor in (q, k, v)), strict=True):
-        num_before, num_queries = before[0].shape[2], queries.shape[2]
-        distance = torch.arange(num_before, num_before + num_queries, device=q.device)[:, None]
-        distance = distance - torch.arange(num_before + num_queries, device=q.device)
+        num_past, num_queries = past[0].shape[2], queries.shape[2]
+        distance = torch.arange(num_past, num_past + num_queries, device=q.device)[:, None]
+        distance = distance - torch.arange(num_past + num_queries, device=q.device)
         mask = (distance >= 0) & (distance < window)
-        seen = [torch.cat([own, new], dim=2) for own, new in zip(before, (keys, values), strict=True)]
-        yield attend(queries, *seen, mask[None, None])[0]
-        first = keys.shape[2] - window + 1
-        before = keys[:, :, first:], values[:, :, first:]
+        inputs = [torch.cat([past_part, part], dim=2) for past_part, part in zip(past, (keys, values), strict=True)]
+        yield attend(queries, *inputs, mask[None, None])[0]
+        start = keys.shape[2] - window + 1
+        past = keys[:, :, start:], values[:, :, start:]
 
 
 # -- one kernel for all documents ------------------------------------------------------------------------------------
@@ -477,7 +482,7 @@ def _has_flash(query: Tensor) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _MIN_CAPABILITY
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None) -> Tensor:
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None) -> Tensor:
     """Run attention on all documents, [tokens, heads, width]. Deterministic if torch's deterministic mode is on."""
     out: Tensor = _Varlen.apply(query, key, value, documents, scale)  # type: ignore[no-untyped-call]
     return out
@@ -498,34 +503,34 @@ class _Varlen(torch.autograd.Function):
             "window_size_right": 0,
         }
         outputs: list[Tensor] = []
-        others: list[Tensor] = []
-        for tokens, longest, starts in documents.groups:
+        saved_tensors: list[Tensor] = []
+        for tokens, max_length, starts in documents.groups:
             q, k, v = query[tokens], key[tokens], value[tokens]
-            out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(
-                q, k, v, starts, starts, longest, longest, 0.0, ctx.is_causal, False, **ctx.options
+            out, logsumexp, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+                q, k, v, starts, starts, max_length, max_length, 0.0, ctx.is_causal, False, **ctx.options
             )
             outputs.append(out)
-            others += [sums, random, unused]
-        joined = _joined_tensors(outputs)
-        ctx.save_for_backward(query, key, value, joined, *others)
-        return joined
+            saved_tensors += [logsumexp, rng_state, unused]
+        output = _join_tensors(outputs)
+        ctx.save_for_backward(query, key, value, output, *saved_tensors)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, *others = ctx.saved_tensors
-        grad_out, found = grad_out.contiguous(), list[tuple[Tensor, ...]]()
-        for number, (tokens, longest, starts) in enumerate(ctx.documents.groups):
-            sums, random, unused = others[3 * number : 3 * number + 3]
+        query, key, value, out, *saved_tensors = ctx.saved_tensors
+        grad_out, group_grads = grad_out.contiguous(), list[tuple[Tensor, ...]]()
+        for index, (tokens, max_length, starts) in enumerate(ctx.documents.groups):
+            logsumexp, rng_state, unused = saved_tensors[3 * index : 3 * index + 3]
             q, k, v = query[tokens], key[tokens], value[tokens]
-            found.append(
+            group_grads.append(
                 torch.ops.aten._flash_attention_backward(
-                    grad_out[tokens], q, k, v, out[tokens], sums, starts, starts, longest, longest, 0.0,
-                    ctx.is_causal, random, unused, **ctx.options,
+                    grad_out[tokens], q, k, v, out[tokens], logsumexp, starts, starts, max_length, max_length, 0.0,
+                    ctx.is_causal, rng_state, unused, **ctx.options,
                 )
             )  # fmt: skip
-        return (*(_joined_tensors(gradients) for gradients in zip(*found, strict=True)), None, None)
+        return (*(_join_tensors(gradients) for gradients in zip(*group_grads, strict=True)), None, None)
 
 
-def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
+def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -36,21 +36,21 @@ MAX_EXPERTS_PARTS = 512
 _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 
 
-@torch.library.custom_op("megatrain::places_of_experts", mutates_args=())
-def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return the flat indexes at which ``chosen`` contains an expert from ``first`` to ``stop``, sorted by expert.
+@torch.library.custom_op("megatrain::expert_positions", mutates_args=())
+def expert_positions(choices: Tensor, start: int, stop: int) -> Tensor:
+    """Return the flat indexes at which ``choices`` contains an expert from ``start`` to ``stop``, sorted by expert.
 
     Synchronizes the host, because the size of the result depends on the data.
     """
-    flat = chosen.reshape(-1)
-    places = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
-    return places[torch.sort(flat[places], stable=True).indices]
+    expert_ids = choices.reshape(-1)
+    positions = ((expert_ids >= start) & (expert_ids < stop)).nonzero().squeeze(1)
+    return positions[torch.sort(expert_ids[positions], stable=True).indices]
 
 
-@places_of_experts.register_fake
-def _fake_places(chosen: Tensor, first: int, stop: int) -> Tensor:
+@expert_positions.register_fake
+def _fake_positions(choices: Tensor, start: int, stop: int) -> Tensor:
     """Return a fake result of maximum size, so that plans allow for all tokens being routed to one part."""
-    return chosen.new_empty(chosen.numel())
+    return choices.new_empty(choices.numel())
 
 
 class ExpertsInParts(ModelConverter):
@@ -67,24 +67,24 @@ class ExpertsInParts(ModelConverter):
 
     def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
         """Return the units of a layer. Return no units if the layer's experts fit in one part."""
-        cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
-        if not cut:
+        cut_parts = {id(experts.module): experts.parts for experts in _cut_experts(layer, self._num_elements)}
+        if not cut_parts:
             return ()
         _drop_attention_weights(model, layer)
-        found: list[InnerUnit] = []
-        for path, module in _surrounding_modules(layer, cut):
-            if id(module) not in cut:
-                found.append(InnerUnit(path, module))
-            for number, part in enumerate(cut.get(id(module), ())):
-                found.append(InnerUnit(f"{path}.part{number}", part, part))
-        return found
+        units: list[InnerUnit] = []
+        for path, module in _surrounding_modules(layer, cut_parts):
+            if id(module) not in cut_parts:
+                units.append(InnerUnit(path, module))
+            for index, part in enumerate(cut_parts.get(id(module), ())):
+                units.append(InnerUnit(f"{path}.part{index}", part, part))
+        return units
 
 
 class ExpertsPart(nn.Module):
     """`LayerPart` with some of a layer's experts.
 
     Args:
-        first: Index of the first expert.
+        start: Index of the first expert.
         stop: Index after the last expert.
 
     Attributes:
@@ -92,30 +92,29 @@ class ExpertsPart(nn.Module):
         total_rows: Number of experts in the layer.
     """
 
-    def __init__(self, experts: nn.Module, first: int, stop: int) -> None:
+    def __init__(self, experts: nn.Module, start: int, stop: int) -> None:
         super().__init__()
-        self.rows = range(first, stop)
+        self.rows = range(start, stop)
         self.total_rows = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
         # A tuple keeps torch from registering the module as a submodule: its parameters belong to all experts.
-        self._whole: tuple[Any] = (experts,)
+        self._experts: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
-            shape = (stop - first, *parameter.shape[1:])
+            shape = (stop - start, *parameter.shape[1:])
             values = torch.empty(shape, dtype=parameter.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
     @property
     def parent(self) -> nn.Module:
         """Module with all experts of the layer."""
-        (whole,) = self._whole
-        found: nn.Module = whole
-        return found
+        module: nn.Module = self._experts[0]
+        return module
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Grouping key. Parts with equal keys need the same computation and memory."""
-        shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
-        return (type(self._whole[0]), shapes)
+        shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in self.named_parameters())
+        return (type(self._experts[0]), shapes)
 
     @property
     def siblings(self) -> tuple[ExpertsPart, ...]:
@@ -130,52 +129,52 @@ class ExpertsPart(nn.Module):
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
         """Return whether a call routes no token to the part. Synchronizes the host once per routing."""
-        hit = _routed_experts(arguments[1])
-        return hit is not None and hit.isdisjoint(self.rows)
+        expert_ids = _routed_experts(arguments[1])
+        return expert_ids is not None and expert_ids.isdisjoint(self.rows)
 
     def no_token_probability(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a token is not routed to the part, assuming uniform routing."""
-        others, num_chosen = self.total_rows - len(self.rows), arguments[1].shape[-1]
-        return math.comb(others, num_chosen) / math.comb(self.total_rows, num_chosen)
+        num_others, num_chosen = self.total_rows - len(self.rows), arguments[1].shape[-1]
+        return math.comb(num_others, num_chosen) / math.comb(self.total_rows, num_chosen)
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
         """Return a placeholder for the result. Weights are autograd inputs only if no argument requires a gradient."""
         weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
-        made: Tensor = _PlaceholderResult.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
-        return made
+        result: Tensor = _PlaceholderResult.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
+        return result
 
-    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Return the contribution of the part's experts to each token, in fp32.
 
         Args:
             hidden_states: Tokens, [tokens, width].
-            chosen: Chosen experts of each token, [tokens, experts per token].
+            choices: Chosen experts of each token, [tokens, experts per token].
             weights: Routing weights of the chosen experts, [tokens, experts per token].
         """
         from transformers.integrations.moe import _grouped_linear
 
-        (whole,) = self._whole
-        places = torch.ops.megatrain.places_of_experts(chosen, self.rows.start, self.rows.stop)
-        tokens = places // chosen.shape[-1]
-        experts = chosen.reshape(-1)[places] - self.rows.start
-        ends = torch.arange(1, len(self.rows) + 1, device=experts.device)
-        offsets = torch.searchsorted(experts, ends).to(torch.int32)
+        (module,) = self._experts
+        positions = torch.ops.megatrain.expert_positions(choices, self.rows.start, self.rows.stop)
+        tokens = positions // choices.shape[-1]
+        expert_indices = choices.reshape(-1)[positions] - self.rows.start
+        ends = torch.arange(1, len(self.rows) + 1, device=expert_indices.device)
+        offsets = torch.searchsorted(expert_indices, ends).to(torch.int32)
 
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
-            bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
+            bias: Tensor | None = getattr(self, f"{name}_bias") if module.has_bias else None
             # Return zero gradients instead of None, because the layer's other experts have gradients.
-            if not len(places):
-                width = weight.shape[-1 if whole.is_transposed else -2]
-                zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
+            if not len(positions):
+                width = weight.shape[-1 if module.is_transposed else -2]
+                zeros = [tensor[(0,) * tensor.dim()] * 0 for tensor in (weight, bias) if tensor is not None]
                 return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
-            bias = None if bias is None else bias[experts]
-            made: Tensor = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=whole.is_transposed)
-            return made
+            bias = None if bias is None else bias[expert_indices]
+            output: Tensor = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=module.is_transposed)
+            return output
 
-        rows = linear(hidden_states[tokens], "gate_up_proj" if whole.has_gate else "up_proj")
-        rows = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
-        rows = linear(rows, "down_proj") * weights.reshape(-1)[places].unsqueeze(1)
+        rows = linear(hidden_states[tokens], "gate_up_proj" if module.has_gate else "up_proj")
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        rows = linear(rows, "down_proj") * weights.reshape(-1)[positions].unsqueeze(1)
         total = hidden_states.new_zeros(hidden_states.shape, dtype=torch.float32)
         return total.index_add(0, tokens, rows.float())
 
@@ -184,29 +183,29 @@ class _PlaceholderResult(torch.autograd.Function):
     """Autograd function that replaces experts in a trace. Returns fp32 results, and gradients for all inputs."""
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(stream, *others)
-        return torch.empty_like(stream, dtype=torch.float32)
+    def forward(ctx: Any, hidden_states: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_states, *tensors)
+        return torch.empty_like(hidden_states, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
+        return tuple(torch.empty_like(tensor) if needs_grad else None for tensor, needs_grad in pairs)
 
 
 #: Attribute of a tensor of chosen experts, which caches the set of these experts on the host.
-_ROUTED = "_megatrain_hit_experts"
+_CACHE_ATTRIBUTE = "_megatrain_hit_experts"
 
 
-def _routed_experts(chosen: Tensor) -> frozenset[int] | None:
+def _routed_experts(choices: Tensor) -> frozenset[int] | None:
     """Return the experts that receive tokens, or None in a trace. The result is cached for all parts of a layer."""
-    if isinstance(chosen, FakeTensor) or chosen.is_meta:
+    if isinstance(choices, FakeTensor) or choices.is_meta:
         return None
-    found: frozenset[int] | None = getattr(chosen, _ROUTED, None)
-    if found is None:
-        found = frozenset(torch.unique(chosen.detach()).tolist())
-        setattr(chosen, _ROUTED, found)
-    return found
+    experts: frozenset[int] | None = getattr(choices, _CACHE_ATTRIBUTE, None)
+    if experts is None:
+        experts = frozenset(torch.unique(choices.detach()).tolist())
+        setattr(choices, _CACHE_ATTRIBUTE, experts)
+    return experts
 
 
 @dataclass(frozen=True)
@@ -224,15 +223,15 @@ def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
         layer: Layer that the model calls once per forward, and whose parameters are only read by submodules.
         model_elements: Number of elements in the whole model, which determines the size of the parts.
     """
-    found: list[_CutExperts] = []
+    cuts: list[_CutExperts] = []
     for module, step in list(_modules_to_cut(layer, model_elements)):
         count = int(module.num_experts)  # type: ignore[arg-type]
-        parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
+        parts = tuple(ExpertsPart(module, start, min(start + step, count)) for start in range(0, count, step))
         for part in parts:
             part._siblings = parts
-        module.__dict__["forward"] = _summing_forward(module, parts)
-        found.append(_CutExperts(module, parts))
-    return found
+        module.__dict__["forward"] = _make_summing_forward(module, parts)
+        cuts.append(_CutExperts(module, parts))
+    return cuts
 
 
 def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool:
@@ -242,16 +241,16 @@ def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool
 
 def _modules_to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
     """Yield each expert module that is larger than a part, with the number of experts per part."""
-    most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
-    adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
+    max_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
+    adapted_ids = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
         # Skip modules whose weights an adapter changes during the forward.
-        if module is layer or id(module) in adapted or not _is_fused(module):
+        if module is layer or id(module) in adapted_ids or not _is_fused(module):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
         count = int(module.num_experts)  # type: ignore[arg-type]
-        step = max(1, most_elements * count // size)
-        if size > most_elements and step < count:
+        step = max(1, max_elements * count // size)
+        if size > max_elements and step < count:
             yield module, step
 
 
@@ -260,28 +259,28 @@ def _is_fused(module: nn.Module) -> bool:
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "_apply_gate")
     if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
         return False
-    own = dict(module.named_parameters(recurse=False))
-    wanted = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
-    wanted |= {f"{name}_bias" for name in wanted} if module.has_bias else set()
+    parameters = dict(module.named_parameters(recurse=False))
+    names = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
+    names |= {f"{n}_bias" for n in names} if module.has_bias else set()
     has_others = any(True for child in module.children() for _ in child.parameters())
     return (
-        own.keys() == wanted <= _NAMES
+        parameters.keys() == names <= _NAMES
         and not has_others
-        and all(len(parameter) == module.num_experts for parameter in own.values())
-        and len({parameter.requires_grad for parameter in own.values()}) == 1
+        and all(len(parameter) == module.num_experts for parameter in parameters.values())
+        and len({parameter.requires_grad for parameter in parameters.values()}) == 1
         and len(inspect.signature(type(module).forward).parameters) == 4
     )
 
 
-def _summing_forward(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
+def _make_summing_forward(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
     """Return a forward for an expert module that adds the results of its parts in order."""
     signature = inspect.signature(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        _, hidden_states, chosen, weights = signature.bind(module, *args, **kwargs).arguments.values()
-        total: Tensor = parts[0](hidden_states, chosen, weights)
+        _, hidden_states, choices, weights = signature.bind(module, *args, **kwargs).arguments.values()
+        total: Tensor = parts[0](hidden_states, choices, weights)
         for part in parts[1:]:
-            total = total + part(hidden_states, chosen, weights)
+            total = total + part(hidden_states, choices, weights)
         return total.to(hidden_states.dtype)
 
     return forward
@@ -302,7 +301,7 @@ def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[
         if id(module) in experts:
             yield path, module
             return
-        if not any(id(each) in experts for each in module.modules()):
+        if not any(id(submodule) in experts for submodule in module.modules()):
             if next(module.parameters(), None) is not None:
                 yield path, module
             return
@@ -321,19 +320,19 @@ def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
     keep the weights of all micro-batches until its last part has run, without using them. transformers' output
     recorders specify which modules return attention weights, and at which index.
     """
-    places = dict(_places_of_attention_weights(model))
+    indices = dict(_find_attention_outputs(model))
     for module in layer.modules():
-        index = next((places[kind] for kind in type(module).__mro__ if kind in places), None)
+        index = next((indices[kind] for kind in type(module).__mro__ if kind in indices), None)
         if index is not None:
             module.__dict__["forward"] = _drop_result(module.forward, index)
 
 
-def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[nn.Module], int]]:
+def _find_attention_outputs(model: PreTrainedModel) -> Iterator[tuple[type[nn.Module], int]]:
     from transformers.utils.output_capturing import OutputRecorder
 
     for module in model.modules():
-        recorded = getattr(module, "_can_record_outputs", None) or {}
-        specs = recorded.get("attentions", ())
+        recorders = getattr(module, "_can_record_outputs", None) or {}
+        specs = recorders.get("attentions", ())
         for spec in specs if isinstance(specs, list | tuple) else (specs,):
             if isinstance(spec, OutputRecorder):
                 yield spec.target_class, spec.index

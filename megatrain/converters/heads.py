@@ -71,8 +71,8 @@ class Head(ModelConverter):
         """
         from transformers import AutoModelForSequenceClassification as Auto
 
-        found = Auto._model_mapping.get(type(config), None)
-        if found is None:
+        model_class = Auto._model_mapping.get(type(config), None)
+        if model_class is None:
             raise UnsupportedModelError(
                 str(config.model_type),
                 f"transformers has no class of it for {Auto.__name__}. Take a model that has one; or train your own "
@@ -85,7 +85,7 @@ class Head(ModelConverter):
                 f"config.json says problem_type = {config.problem_type!r}, and a text has one reward here. Train it "
                 "with transformers' Trainer by megatrain.hf.offloaded(...)",
             )
-        return found
+        return model_class
 
     def convert(self, model: PreTrainedModel) -> None:
         """Wrap the model's forward so that it also computes the loss."""
@@ -95,7 +95,7 @@ class Head(ModelConverter):
         # The pooler belongs to the head, because checkpoints of masked language models have no pooler.
         head_names = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
         values = {
-            "id2label": {str(number): name for number, name in _ID_TO_LABEL.items()},
+            "id2label": {str(index): name for index, name in _ID_TO_LABEL.items()},
             "label2id": _LABEL_TO_ID,
             "pad_token_id": self._spec.pad_token_id,
             "architectures": [type(model).__name__],
@@ -142,11 +142,11 @@ def reward_loss(
         margin: Margin of each pair [P]; None for no margin.
     """
     chosen, rejected = logits.squeeze(-1).chunk(2)
-    is_there = labels[: len(chosen), 1] != IGNORED_LABEL
+    is_present = labels[: len(chosen), 1] != IGNORED_LABEL
     difference = chosen - rejected
     if margin is not None:
         difference = difference - margin
     losses = -functional.logsigmoid(difference)
     if center:
         losses = losses + center * (chosen + rejected) ** 2
-    return torch.where(is_there, losses, 0.0).sum(), is_there.sum()
+    return torch.where(is_present, losses, 0.0).sum(), is_present.sum()

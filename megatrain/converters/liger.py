@@ -23,8 +23,8 @@ __all__ = ["apply_liger_kernels", "check_liger_kernels", "has_liger_kernels"]
 
 _KEY = "model.use_liger_kernel = true"
 #: Arguments that disable liger's other kernels. A function that lacks one of these parameters does not get it.
-_LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
-_NO_MLP = {"swiglu": False, "geglu": False}
+_DISABLED_KERNELS = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+_DISABLED_MLPS = {"swiglu": False, "geglu": False}
 
 
 def has_liger_kernels() -> bool:
@@ -44,7 +44,7 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     _find_function(model)
 
 
-def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
+def apply_liger_kernels(model: PreTrainedModel, *, include_mlps: bool) -> None:
     """Make the modules of ``model`` compute with liger's kernels. Parameters and their names do not change.
 
     Rounding differs from the model's own code, but not between placements. A trace counts the reads and writes of these
@@ -54,13 +54,13 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
         UnsupportedModelError: If `check_liger_kernels` fails, or if liger does not support the model's layers.
     """
     function = _find_function(model)
-    wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
-    known = inspect.signature(function).parameters
+    options = {**_DISABLED_KERNELS, **({} if include_mlps else _DISABLED_MLPS)}
+    parameters = inspect.signature(function).parameters
     # liger's function changes the modules of this model, and classes for later models. The classes are restored below.
     namespace = vars(sys.modules[type(model).__module__])
-    before = dict(namespace)
+    originals = dict(namespace)
     try:
-        function(model=model, **{name: value for name, value in wanted.items() if name in known})
+        function(model=model, **{name: value for name, value in options.items() if name in parameters})
     except Exception as error:  # each family's function fails differently
         raise UnsupportedModelError(
             _KEY,
@@ -68,7 +68,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
             "Write use_liger_kernel = false",
         ) from error
     finally:
-        namespace.update(before)
+        namespace.update(originals)
 
 
 def _find_function(model: PreTrainedModel) -> Callable[..., Any]:
@@ -77,12 +77,12 @@ def _find_function(model: PreTrainedModel) -> Callable[..., Any]:
     except ImportError as error:
         raise _make_error(error) from error
     model_type = model.config.model_type
-    found: Callable[..., Any] | None = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if found is None:
+    function: Callable[..., Any] | None = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if function is None:
         raise UnsupportedModelError(
             _KEY, f"liger-kernel has no kernels for {model_type}. Write use_liger_kernel = false"
         )
-    return found
+    return function
 
 
 def _make_error(error: ImportError) -> UnsupportedModelError:

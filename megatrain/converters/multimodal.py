@@ -36,7 +36,7 @@ class MultimodalModules(ModelConverter):
 
     def __init__(self, images: Images) -> None:
         self._images = images
-        self._text: frozenset[int] | None = None  # ids of the language model's modules
+        self._text_ids: frozenset[int] | None = None  # ids of the language model's modules
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> MultimodalModules | None:
@@ -64,9 +64,9 @@ class MultimodalModules(ModelConverter):
         """Return whether micro-batches without images skip a module."""
         if self._images == "off":
             return False
-        if self._text is None:
-            self._text = frozenset(map(id, text_modules(self._model)))
-        return id(module) not in self._text
+        if self._text_ids is None:
+            self._text_ids = frozenset(map(id, text_modules(self._model)))
+        return id(module) not in self._text_ids
 
 
 def _remove_non_text(model: PreTrainedModel) -> None:
@@ -80,34 +80,34 @@ def _remove_non_text(model: PreTrainedModel) -> None:
     """
     if model.config.get_text_config() is model.config:
         return
-    text = _language_model(model)
-    shared = {id(parameter) for part in text for parameter in part.parameters()}
-    persistent = set(model.state_dict(keep_vars=True))
+    language_parts = _language_model(model)
+    shared_ids = {id(parameter) for part in language_parts for parameter in part.parameters()}
+    persistent_names = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
-    places: dict[tuple[int, str], RegisteredTensor] = {}  # by identity, because a module can have several names
-    for path, module, contains_text in _modules_outside(text, model, remove_duplicate=False):
-        own: list[tuple[str, Tensor, bool]] = [
+    removed_tensors: dict[tuple[int, str], RegisteredTensor] = {}  # by id, because a module can have several names
+    for path, module, contains_text in _find_outside_modules(language_parts, model, remove_duplicate=False):
+        tensors: list[tuple[str, Tensor, bool]] = [
             (leaf, p, True) for leaf, p in module._parameters.items() if p is not None
         ]
         if contains_text:
-            paths += [f"{path}.{leaf}".lstrip(".") for leaf, _, _ in own]
+            paths += [f"{path}.{leaf}".lstrip(".") for leaf, _, _ in tensors]
         else:
-            own += [(leaf, b, False) for leaf, b in module._buffers.items() if b is not None]
-            if not _is_below(paths, path) and (own or next(module.parameters(), None) is not None):
+            tensors += [(leaf, b, False) for leaf, b in module._buffers.items() if b is not None]
+            if not _is_below(paths, path) and (tensors or next(module.parameters(), None) is not None):
                 paths.append(path)
-        for leaf, value, is_parameter in own:
+        for leaf, value, is_parameter in tensors:
             name = f"{path}.{leaf}".lstrip(".")
-            if id(value) in shared:
+            if id(value) in shared_ids:
                 raise UnsupportedModelError(
                     type(model).__name__, f"it shares {name} with its language model, so it cannot be kept as it is"
                 )
-            if name in persistent:
+            if name in persistent_names:
                 names.append(name)
-            place = RegisteredTensor(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
-            places.setdefault((id(module), leaf), place)
-    if places:
-        remove_tensors(model, paths, names, tuple(places.values()))
+            tensor = RegisteredTensor(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
+            removed_tensors.setdefault((id(module), leaf), tensor)
+    if removed_tensors:
+        remove_tensors(model, paths, names, tuple(removed_tensors.values()))
 
 
 def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
@@ -127,10 +127,10 @@ def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
             f'it does not read images, but the config sets model.images = "{images}". Remove this key, or use an '
             "image-text model",
         )
-    text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
-    audio = {id(p) for module in _audio_modules(model) for p in module.parameters()}
+    text_ids = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
+    audio_ids = {id(p) for module in _audio_modules(model) for p in module.parameters()}
     for parameter in model.parameters():
-        if id(parameter) in audio or (images == "frozen" and id(parameter) not in text):
+        if id(parameter) in audio_ids or (images == "frozen" and id(parameter) not in text_ids):
             parameter.requires_grad_(False)
 
 
@@ -145,28 +145,28 @@ def non_text_modules(model: PreTrainedModel, *, audio: bool = True) -> list[str]
     Args:
         audio: Whether to include audio modules.
     """
-    left_out = set() if audio else {id(m) for sound in _audio_modules(model) for m in sound.modules()}
+    excluded_ids = set() if audio else {id(m) for encoder in _audio_modules(model) for m in encoder.modules()}
     paths: list[str] = []
-    for path, module, contains_text in _modules_outside(_language_model(model), model):
+    for path, module, contains_text in _find_outside_modules(_language_model(model), model):
         is_outermost = not contains_text and not _is_below(paths, path)
-        if is_outermost and id(module) not in left_out and next(module.parameters(), None) is not None:
+        if is_outermost and id(module) not in excluded_ids and next(module.parameters(), None) is not None:
             paths.append(path)
     return paths
 
 
-def _modules_outside(
-    text: Sequence[nn.Module], model: PreTrainedModel, *, remove_duplicate: bool = True
+def _find_outside_modules(
+    language_parts: Sequence[nn.Module], model: PreTrainedModel, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield each module outside of the language model: path, module, and whether it contains language modules."""
-    inside = {id(module) for part in text for module in part.modules()}
-    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
+    text_ids = {id(module) for part in language_parts for module in part.modules()}
+    ancestor_ids = {id(m) for m in model.modules() if any(id(child) in text_ids for child in m.modules())}
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):
-        if id(module) not in inside:
-            yield path, module, id(module) in above
+        if id(module) not in text_ids:
+            yield path, module, id(module) in ancestor_ids
 
 
 def _is_below(paths: Sequence[str], path: str) -> bool:
-    return any(path.startswith(f"{other}.") for other in paths)
+    return any(path.startswith(f"{parent}.") for parent in paths)
 
 
 def _audio_modules(model: PreTrainedModel) -> Iterator[nn.Module]:

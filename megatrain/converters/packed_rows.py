@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["choose_packing", "choose_packing_of_model", "find_mixing_reason"]
+__all__ = ["choose_packing", "choose_model_packing", "find_mixing_reason"]
 
 PackingMode = bool | Literal["concat"]
 
-_MIXES = "it carries state from one document of a row into the following one"
-_HAS_IMAGES = "rows with images have special positions and masks"
-_MAY_MIX = "it may not keep apart the texts that share a row"
+_STATE_REASON = "it carries state from one document of a row into the following one"
+_IMAGE_REASON = "rows with images have special positions and masks"
+_MIXING_REASON = "it may not keep apart the texts that share a row"
 
-_TOKENS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
-_ROWS = 4  # several rows, because the chosen experts or keys of a single row could be equal by chance
+_DOCUMENT_LENGTHS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
+_NUM_ROWS = 4  # several rows, because the chosen experts or keys of a single row could be equal by chance
 _FIRST_TOKEN = 3  # lower ids are usually special tokens
 #: Tolerance relative to the largest logit. Summation order changes logits by at most 1e-5, mixing by at least 1e-3.
 _TOLERANCE = 1e-4
@@ -57,8 +57,8 @@ def choose_packing(
     """
     if packing and model.table.images != "off":
         if is_default:
-            return False, _off_warning(type(graph.model).__name__, _HAS_IMAGES)
-        raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
+            return False, _off_warning(type(graph.model).__name__, _IMAGE_REASON)
+        raise UnsupportedModelError(type(graph.model).__name__, f"{_IMAGE_REASON}. Write data.packing = false")
     if not packing or (packing == "concat" and passthrough_modules(graph.model) is None):
         return packing, ""
     problem = find_mixing_reason(graph, model.table.attn_implementation)
@@ -77,7 +77,7 @@ def _off_warning(name: str, problem: str) -> str:
     )
 
 
-def choose_packing_of_model(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
+def choose_model_packing(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
     """Build the model and return the result of `choose_packing`. If the model cannot be used, return ``packing``."""
     if not packing:
         return packing, ""
@@ -98,52 +98,53 @@ def find_mixing_reason(graph: ModelGraph, attn_implementation: str) -> str | Non
     """
     if passthrough_modules(graph.model) is not None:
         # The small copy is a text model, so image modules cannot be checked.
-        return f"as it also reads images, {_MAY_MIX}"
+        return f"as it also reads images, {_MIXING_REASON}"
     attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # flash needs a GPU
-    kinds = _module_classes(graph.model)
-    key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
+    class_names = _module_classes(graph.model)
+    key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(class_names))
     if key not in _reasons:
-        _reasons[key] = _check_small_copy(graph.config, attention, kinds)
+        _reasons[key] = _check_small_copy(graph.config, attention, class_names)
     return _reasons[key]
 
 
-def _check_small_copy(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | None:
+def _check_small_copy(config: PretrainedConfig, attention: str, class_names: set[str]) -> str | None:
     for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
         try:
             model = small_model(config, attention, seed=0, num_layers=num_layers).eval()
         except UnsupportedModelError as error:
-            return f"{_MAY_MIX}: that cannot be tried, as {error.problem.partition('. ')[0]}"
-        missing = kinds - _module_classes(model)
+            return f"{_MIXING_REASON}: that cannot be tried, as {error.problem.partition('. ')[0]}"
+        missing = class_names - _module_classes(model)
         if not missing:
             break
     try:
-        is_apart = _separates_documents(model)
+        is_separate = _has_separate_documents(model)
     except Exception as error:  # each class raises different errors
-        return f"{_MAY_MIX}: that cannot be tried ({type(error).__name__}: {error})"
-    if not is_apart:
-        return _MIXES
+        return f"{_MIXING_REASON}: that cannot be tried ({type(error).__name__}: {error})"
+    if not is_separate:
+        return _STATE_REASON
     if missing:
-        return f"{_MAY_MIX}: the small copy on which that is tried has no {', '.join(sorted(missing))}"
+        return f"{_MIXING_REASON}: the small copy on which that is tried has no {', '.join(sorted(missing))}"
     return None
 
 
-def _separates_documents(model: PreTrainedModel) -> bool:
+def _has_separate_documents(model: PreTrainedModel) -> bool:
     """Return whether a document has the same logits alone and after another document."""
     generator = torch.Generator().manual_seed(0)
-    num_words = model.get_input_embeddings().weight.shape[0]
-    most = getattr(model.config, "max_position_embeddings", None)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    max_positions = getattr(model.config, "max_position_embeddings", None)
     # Limit the lengths, because the masks of some models have a maximum number of positions.
-    longest = most // 2 if isinstance(most, int) else max(_TOKENS)
-    before, document = (
-        torch.randint(_FIRST_TOKEN, num_words, (_ROWS, min(n, longest)), generator=generator) for n in _TOKENS
+    max_length = max_positions // 2 if isinstance(max_positions, int) else max(_DOCUMENT_LENGTHS)
+    other_document, document = (
+        torch.randint(_FIRST_TOKEN, vocab_size, (_NUM_ROWS, min(n, max_length)), generator=generator)
+        for n in _DOCUMENT_LENGTHS
     )
-    packed = _logits(model, before, document)[:, before.shape[1] :]
-    alone = _logits(model, document)
-    return bool((packed - alone).abs().max() <= _TOLERANCE * alone.abs().max())
+    packed_logits = _compute_logits(model, other_document, document)[:, other_document.shape[1] :]
+    single_logits = _compute_logits(model, document)
+    return bool((packed_logits - single_logits).abs().max() <= _TOLERANCE * single_logits.abs().max())
 
 
-def _logits(model: PreTrainedModel, *documents: Tensor) -> Tensor:
-    positions = torch.cat([torch.arange(document.shape[1]) for document in documents]).repeat(_ROWS, 1)
+def _compute_logits(model: PreTrainedModel, *documents: Tensor) -> Tensor:
+    positions = torch.cat([torch.arange(document.shape[1]) for document in documents]).repeat(_NUM_ROWS, 1)
     with torch.no_grad():
         output = model(input_ids=torch.cat(documents, 1), position_ids=positions, use_cache=False)
     logits: Tensor = output.logits.float()

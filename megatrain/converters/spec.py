@@ -22,11 +22,11 @@ __all__ = ["ModelSpec", "build_graph", "converters_for"]
 
 def converters_for(settings: ModelSettings) -> tuple[ModelConverter, ...]:
     """Return new converters for one graph, in the order in which they change the graph."""
-    found = [None if settings.task_spec is None else settings.task_spec.converter()]
+    converters = [None if settings.task_spec is None else settings.task_spec.converter()]
     for name in CONVERTERS:
-        file, _, made = name.partition(".")
-        found.append(getattr(import_module(f"megatrain.converters.{file}"), made).for_model(settings))
-    return tuple(converter for converter in found if converter is not None)
+        module_name, _, class_name = name.partition(".")
+        converters.append(getattr(import_module(f"megatrain.converters.{module_name}"), class_name).for_model(settings))
+    return tuple(converter for converter in converters if converter is not None)
 
 
 def build_graph(

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TiledForward", "find_position_wise", "is_position_wise", "tile_mlps"]
 
-_TOKENS = (2, 7)  # shape of the trial input: sequences and tokens per sequence
-_PIECES = (1, 5, 3, 5)
+_TRIAL_SHAPE = (2, 7)  # shape of the trial input: sequences and tokens per sequence
+_PIECE_SIZES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
 _MIN_MATRICES = 2  # an MLP has at least two matrices; a single projection has almost no internal activations
 
@@ -72,7 +72,7 @@ class TiledForward:
     def __init__(self, name: str, module: nn.Module, rows: int) -> None:
         assert rows > 0, rows
         self.name, self._rows = name, rows
-        self._whole: Callable[..., Tensor] = module.forward
+        self._forward: Callable[..., Tensor] = module.forward
         self._slots: list[tuple[dict[str, Any], str]] = [
             (m._parameters, leaf) for m in module.modules() for leaf, p in m._parameters.items() if p is not None
         ]
@@ -80,7 +80,7 @@ class TiledForward:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Run the module. An input that fits in one piece is not split."""
         if hidden.numel() // hidden.shape[-1] <= self._rows:
-            return self._whole(hidden)
+            return self._forward(hidden)
         if not torch.is_grad_enabled():
             return self.run_pieces(hidden)
         weights = [parameters[leaf] for parameters, leaf in self._slots]
@@ -89,10 +89,10 @@ class TiledForward:
 
     def pieces(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield each piece's row range and the piece: [rows, H] for a 2-D input, otherwise [1, rows, H]."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        for start in range(0, len(flat), self._rows):
-            part = slice(start, min(start + self._rows, len(flat)))
-            yield part, flat[part] if hidden.dim() == 2 else flat[part].unsqueeze(0)
+        flat_rows = hidden.reshape(-1, hidden.shape[-1])
+        for start in range(0, len(flat_rows), self._rows):
+            span = slice(start, min(start + self._rows, len(flat_rows)))
+            yield span, flat_rows[span] if hidden.dim() == 2 else flat_rows[span].unsqueeze(0)
 
     def run_piece(self, hidden: Tensor) -> Tensor:
         """Run one piece, and return its output [rows, H].
@@ -103,9 +103,9 @@ class TiledForward:
         from transformers.utils.output_capturing import _active_collector
 
         collector = _active_collector.get() or {}
-        before = {key: len(items) for key, items in collector.items()}
-        out = self._whole(hidden)
-        if {key: len(items) for key, items in collector.items()} != before:
+        counts = {key: len(items) for key, items in collector.items()}
+        out = self._forward(hidden)
+        if {key: len(items) for key, items in collector.items()} != counts:
             raise UnsupportedModelError(
                 self.name,
                 "model.mlp_rows runs it over a few rows at a time, but the model records what it computes inside, for "
@@ -116,24 +116,24 @@ class TiledForward:
     def run_pieces(self, hidden: Tensor) -> Tensor:
         """Run all pieces in the current grad mode, and concatenate the results to [..., H]."""
         out: Tensor | None = None
-        for part, piece in self.pieces(hidden):
+        for span, piece in self.pieces(hidden):
             rows = self.run_piece(piece).detach()
             if out is None:
                 out = rows.new_empty(hidden.numel() // hidden.shape[-1], rows.shape[-1])
-            out[part] = rows
+            out[span] = rows
         assert out is not None, hidden.shape
         return out.view(*hidden.shape[:-1], out.shape[-1])
 
     @contextmanager
     def bind(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Bind ``weights`` to the module's parameters within the context."""
-        saved = [parameters[leaf] for parameters, leaf in self._slots]
+        originals = [parameters[leaf] for parameters, leaf in self._slots]
         try:
             for (parameters, leaf), weight in zip(self._slots, weights, strict=True):
                 parameters[leaf] = weight
             yield
         finally:
-            for (parameters, leaf), weight in zip(self._slots, saved, strict=True):
+            for (parameters, leaf), weight in zip(self._slots, originals, strict=True):
                 parameters[leaf] = weight
 
 
@@ -159,8 +159,8 @@ class _TiledFunction(torch.autograd.Function):
         _, needs_hidden, *need_weights = ctx.needs_input_grad
         # Backward adds each piece's matrix gradients through these leaves directly to the accumulators.
         leaves = [new_leaf(w, requires_grad=need) for w, need in zip(weights, need_weights, strict=True)]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        sums: list[Tensor | None] = [None] * len(wanted)
+        trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        sums: list[Tensor | None] = [None] * len(trained_leaves)
         grads = grad_out.reshape(-1, grad_out.shape[-1])
         grad_hidden = hidden.new_empty(len(grads), hidden.shape[-1]) if needs_hidden else None
         with (
@@ -170,27 +170,31 @@ class _TiledFunction(torch.autograd.Function):
             tiled.bind(leaves),
             intercepting(leaves),
         ):
-            for part, piece in tiled.pieces(hidden):
+            for span, piece in tiled.pieces(hidden):
                 leaf = piece.detach().requires_grad_(needs_hidden)
                 out = tiled.run_piece(leaf)
-                inputs = [leaf, *wanted] if needs_hidden else wanted
-                found = optional_gradients([out], [grads[part]], inputs)
+                inputs = [leaf, *trained_leaves] if needs_hidden else trained_leaves
+                gradients = optional_gradients([out], [grads[span]], inputs)
                 del out
                 if grad_hidden is not None:
-                    own = found.pop(0)
-                    grad_hidden[part] = 0 if own is None else own.reshape(-1, own.shape[-1])
-                _accumulate(sums, found)
-        totals = iter(sums)
-        own_grads = [
-            None if not leaf.requires_grad else None if (total := next(totals)) is None else total.to(leaf.dtype)
+                    input_grad = gradients.pop(0)
+                    grad_hidden[span] = 0 if input_grad is None else input_grad.reshape(-1, input_grad.shape[-1])
+                _accumulate(sums, gradients)
+        remaining_sums = iter(sums)
+        weight_grads = [
+            None
+            if not leaf.requires_grad
+            else None
+            if (total := next(remaining_sums)) is None
+            else total.to(leaf.dtype)
             for leaf in leaves
         ]
-        return (None, None if grad_hidden is None else grad_hidden.view(hidden.shape), *own_grads)
+        return (None, None if grad_hidden is None else grad_hidden.view(hidden.shape), *weight_grads)
 
 
-def _accumulate(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def _accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
     """Add a piece's gradients to the sums, in fp32."""
-    for index, gradient in enumerate(found):
+    for index, gradient in enumerate(gradients):
         if gradient is None:
             continue
         total = sums[index]
@@ -211,15 +215,15 @@ def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
     Raises:
         UnsupportedModelError: If there are no such submodules, or if a layer has no counterpart in the small copy.
     """
-    small = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
-    proven = _position_wise_paths(small)
+    small_copy = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
+    known_paths = _position_wise_paths(small_copy)
     names: list[str] = []
     # Remove adapters, because the small copy has none, so no layer with adapters would match its layers.
     with graph.plain_model():
         for unit in graph.units:
             if not unit.is_layer or unit.index in graph.optional_units:
                 continue
-            paths = proven.get(_signature(unit.module))
+            paths = known_paths.get(_signature(unit.module))
             if paths is None:
                 raise UnsupportedModelError(
                     unit.name,
@@ -240,13 +244,13 @@ def _position_wise_paths(model: Any) -> dict[_Signature, tuple[str, ...]]:
     """Return the paths of position-wise submodules within a layer, by the layer's signature."""
     layers = find_layers(model)
     calls = _call_widths(model, layers.values())
-    found: dict[_Signature, tuple[str, ...]] = {}
+    paths: dict[_Signature, tuple[str, ...]] = {}
     for layer in layers.values():
-        found[_signature(layer)] = tuple(_outermost(layer, "", calls))
-    return found
+        paths[_signature(layer)] = tuple(_find_outermost(layer, "", calls))
+    return paths
 
 
-def _outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | None]]) -> Iterator[str]:
+def _find_outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | None]]) -> Iterator[str]:
     for leaf, child in module.named_children():
         child_path = f"{path}.{leaf}" if path else leaf
         if not _has_matrices(child):
@@ -255,7 +259,7 @@ def _outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | N
         if len(widths) == 1 and widths[0] is not None and is_position_wise(child, widths[0]):
             yield child_path
         else:
-            yield from _outermost(child, child_path, calls)
+            yield from _find_outermost(child, child_path, calls)
 
 
 def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
@@ -263,12 +267,12 @@ def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
 
     The width is None if the call does not take and return a single tensor of hidden states.
     """
-    seen: dict[nn.Module, list[int | None]] = {}
+    widths: dict[nn.Module, list[int | None]] = {}
 
     def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
         is_hidden = is_plain and args[0].dim() >= 2 and output.shape[:-1] == args[0].shape[:-1]
-        seen.setdefault(module, []).append(args[0].shape[-1] if is_hidden else None)
+        widths.setdefault(module, []).append(args[0].shape[-1] if is_hidden else None)
 
     modules = [module for layer in layers for module in layer.modules() if module is not layer]
     hooks = [module.register_forward_hook(record_call, with_kwargs=True) for module in modules if _has_matrices(module)]
@@ -278,7 +282,7 @@ def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return widths
 
 
 def is_position_wise(module: nn.Module, width: int) -> bool:
@@ -289,16 +293,16 @@ def is_position_wise(module: nn.Module, width: int) -> bool:
             numbers.
     """
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(*_TOKENS, width, generator=generator)
+    hidden = torch.randn(*_TRIAL_SHAPE, width, generator=generator)
     buffers = [buffer.clone() for buffer in module.buffers()]
     try:
-        whole = _run(module, [hidden], generator.manual_seed(1))
-        pieces = list(hidden.reshape(1, -1, width).split_with_sizes(_PIECES, dim=1))
-        parts = _run(module, pieces, generator.manual_seed(1))
+        whole_results = _run(module, [hidden], generator.manual_seed(1))
+        pieces = list(hidden.reshape(1, -1, width).split_with_sizes(_PIECE_SIZES, dim=1))
+        part_results = _run(module, pieces, generator.manual_seed(1))
     except Exception:  # a module that fails on pieces cannot run on them
         return False
-    are_close = partial(torch.allclose, rtol=_RTOL, atol=_ATOL)
-    return all(map(are_close, whole, parts)) and all(map(torch.equal, buffers, module.buffers()))
+    is_close = partial(torch.allclose, rtol=_RTOL, atol=_ATOL)
+    return all(map(is_close, whole_results, part_results)) and all(map(torch.equal, buffers, module.buffers()))
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -309,10 +313,10 @@ def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator
         outputs = [module(leaf) for leaf in leaves]
         out = torch.cat([output.reshape(-1, output.shape[-1]) for output in outputs])
         factors = torch.randn(out.shape, generator=generator)
-        found = torch.autograd.grad((out * factors).sum(), [*leaves, *weights], allow_unused=True)
-    grads = [torch.zeros_like(x) if g is None else g for x, g in zip([*leaves, *weights], found, strict=True)]
-    own = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in grads[: len(leaves)]])
-    return [out.detach(), own, *grads[len(leaves) :]]
+        gradients = torch.autograd.grad((out * factors).sum(), [*leaves, *weights], allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip([*leaves, *weights], gradients, strict=True)]
+    input_grad = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in grads[: len(leaves)]])
+    return [out.detach(), input_grad, *grads[len(leaves) :]]
 
 
 def _has_matrices(module: nn.Module) -> bool:
@@ -320,5 +324,5 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _signature(layer: nn.Module) -> _Signature:
-    own = [(path, type(module).__name__) for path, module in layer.named_modules() if path and _has_matrices(module)]
-    return (("", type(layer).__name__), *own)
+    entries = [(path, type(m).__name__) for path, m in layer.named_modules() if path and _has_matrices(m)]
+    return (("", type(layer).__name__), *entries)

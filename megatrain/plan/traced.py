@@ -225,7 +225,7 @@ def make_graph(run: RunSpec) -> ModelGraph:
         tile_mlps(graph, run.model.table.mlp_rows)
     if run.uses_liger:
         check_liger_kernels(graph.model, run.device)
-        apply_liger_kernels(graph.model, with_mlps=not run.model.table.mlp_rows)
+        apply_liger_kernels(graph.model, include_mlps=not run.model.table.mlp_rows)
     return graph
 
 

@@ -47,7 +47,7 @@ def test_only_modules_of_the_model_are_replaced() -> None:
     graph = build_graph(tiny_config("llama"))
     before = dict(vars(modeling_llama))
     check_liger_kernels(graph.model, CUDA)
-    apply_liger_kernels(graph.model, with_mlps=True)
+    apply_liger_kernels(graph.model, include_mlps=True)
     assert dict(vars(modeling_llama)) == before  # models that are built later are unchanged
     assert "forward" not in graph.model.__dict__  # the head computes the loss
     layer = next(unit.module for unit in graph.units if unit.is_layer)
@@ -68,7 +68,7 @@ def test_only_modules_of_the_model_are_replaced() -> None:
 def test_mlps_that_run_in_pieces_stay_so() -> None:
     graph = build_graph(tiny_config("llama"))
     tile_mlps(graph, 4)
-    apply_liger_kernels(graph.model, with_mlps=False)
+    apply_liger_kernels(graph.model, include_mlps=False)
     layer = next(unit.module for unit in graph.units if unit.is_layer)
     assert isinstance(layer.mlp.forward, TiledForward)
     assert "_norm" in repr(layer.input_layernorm.forward)
@@ -86,7 +86,7 @@ def test_layers_that_liger_does_not_know_are_refused() -> None:
     before = dict(vars(modeling_llama))
     del graph.model.model.layers[1].input_layernorm
     with pytest.raises(UnsupportedModelError, match=r"does not fit LlamaForCausalLM \(AttributeError.*input_layernorm"):
-        apply_liger_kernels(graph.model, with_mlps=True)
+        apply_liger_kernels(graph.model, include_mlps=True)
     assert dict(vars(modeling_llama)) == before
 
 

@@ -59,7 +59,7 @@ def step(family: str, batches: Any, *, liger: bool, kept: Any = ()) -> tuple[flo
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
     if liger:
         check_liger_kernels(graph.model, torch.device("cuda"))
-        apply_liger_kernels(graph.model, with_mlps=True)
+        apply_liger_kernels(graph.model, include_mlps=True)
     runner = layer_runner(graph, access, device="cpu", head_rows=8, kept=kept)
     evaluation = runner.evaluate(batches)
     loss = runner.forward_backward(batches, seed=1).loss

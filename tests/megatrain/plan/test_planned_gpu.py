@@ -74,7 +74,7 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     with (
         mock.patch.object(GradientAccumulator, "_add", counted),
         mock.patch.object(weight_gradients, "_multiply_in_ranges", of_the_cpu),
-        mock.patch.object(documents, "_attend_each", of_the_cpu),
+        mock.patch.object(documents, "_attend_documents", of_the_cpu),
     ):
         on_gpu = planned(tmp_path, "h200-1.5tb")
     assert on_gpu.trace.exact and not on_gpu.trace.uncounted

@@ -205,7 +205,7 @@ def test_launches_of_kernels_are_compared_as_operators_are() -> None:
     pytest.importorskip("liger_kernel")
     graph = build_graph(tiny_config("llama", num_hidden_layers=4), dtype=torch.bfloat16)
     plain = type(graph.model.model.layers[0].input_layernorm).forward
-    apply_liger_kernels(graph.model, with_mlps=True)
+    apply_liger_kernels(graph.model, include_mlps=True)
     trace, whole, num = traced(graph, torch.bfloat16)
     assert trace == whole and num == 3
     norm = graph.model.model.layers[1].input_layernorm
