@@ -87,7 +87,7 @@ class Continuation:
         plan, store = self._plan, self._store
         graph, homes, model = plan.graph, plan.placement.homes, plan.graph.model
         rows = plan.run.batch.micro_batch_rows
-        batches = [self._batch(prompts[first : first + rows]) for first in range(0, len(prompts), rows)]
+        batches = [self._make_batch(prompts[start : start + rows]) for start in range(0, len(prompts), rows)]
         num_new = self._settings.max_new_tokens
         num_passes = 0
         programs = (self._generation.first_program, plan.program)
@@ -99,33 +99,33 @@ class Continuation:
         accesses = [
             StoreAccess(store, model, KernelThreads(1), self._collectives, activity=self._activity) for model in models
         ]
-        turn = _CurrentAccess(accesses)
+        proxy = _CurrentAccess(accesses)
 
-        def on_pass(number: int) -> None:
+        def on_pass(index: int) -> None:
             nonlocal num_passes
-            if number:
-                turn.access.end_step()
+            if index:
+                proxy.access.end_step()
             if self._should_stop():
                 raise StoppedError
-            num_passes = number + 1
-            at = min(number, 1)  # the first pass fills the cache; later passes use it
-            turn.access = accesses[at]
-            if number <= 1 or self._is_exact:
+            num_passes = index + 1
+            stage = min(index, 1)  # the first pass fills the cache; later passes use it
+            proxy.access = accesses[stage]
+            if index <= 1 or self._is_exact:
                 store.set_schedule(None)
-                count = 1 if number == 0 or self._is_exact else max(1, num_new - 1)
+                count = 1 if index == 0 or self._is_exact else max(1, num_new - 1)
                 set_schedule(
-                    store, programs[at].schedule(homes, count, first_step=number), plan.run.advanced.prefetch_bytes
+                    store, programs[stage].schedule(homes, count, first_step=index), plan.run.advanced.prefetch_bytes
                 )
             # The first pass reads all prompt tokens. Each later pass reads one token per prompt.
-            turn.access.start_step(number, num_tokens=sum(map(len, prompts)) if number == 0 else len(prompts))
+            proxy.access.start_step(index, num_tokens=sum(map(len, prompts)) if index == 0 else len(prompts))
 
         runner = GenerationRunner(
             graph,
-            turn,
+            proxy,
             device=plan.device,
             trace=plan.trace,
             num_micro_batches=plan.run.batch.num_micro_batches,
-            any_rank=None if self._collectives.size == 1 else self._any_rank_continues,
+            any_rank=None if self._collectives.size == 1 else self._reduce_any,
         )
         config = graph.config.get_text_config(decoder=True)
         caches = [DynamicCache(config=config) for _ in batches]
@@ -133,40 +133,40 @@ class Continuation:
         functions = [
             _make_generate_call(model, batch, cache, options) for batch, cache in zip(batches, caches, strict=True)
         ]
-        seeds = [(self._settings.seed or 0) + first_micro_batch + number for number in range(len(batches))]
-        before = model.generation_config
+        seeds = [(self._settings.seed or 0) + first_micro_batch + index for index in range(len(batches))]
+        original_config = model.generation_config
         _read_generation_config(model, Path(plan.run.model.folder))
-        ends = _end_tokens(model)
+        end_ids = _end_token_ids(model)
         outputs: list[Any] | None = None
         try:
             outputs = runner.run(functions, caches, seeds, on_pass)
-            turn.access.end_step()
+            proxy.access.end_step()
         except StoppedError:  # raised again below when the store is idle
             pass
         finally:
-            model.generation_config = before
-        turn.access.finish()
+            model.generation_config = original_config
+        proxy.access.finish()
         store.set_schedule(None)
-        moved = self._generation.planned_bytes(num_passes) if num_passes else {}
-        for link, nbytes in moved.items():
+        traffic = self._generation.planned_bytes(num_passes) if num_passes else {}
+        for link, nbytes in traffic.items():
             self.planned_bytes[link] = self.planned_bytes.get(link, 0) + nbytes
         if outputs is None:
             raise StoppedError
         return [
-            tuple(_trim_after_end(row, ends))
+            tuple(_trim_after_end(row, end_ids))
             for batch, output in zip(batches, outputs, strict=True)
             for row in output[:, batch["input_ids"].shape[1] :].tolist()
         ]
 
-    def _any_rank_continues(self, continues: bool) -> bool:
-        return any(self._collectives.gather_objects(continues))
+    def _reduce_any(self, value: bool) -> bool:
+        return any(self._collectives.gather_objects(value))
 
-    def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _make_batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the prompts, padded on the left to one length, because ``generate`` requires this."""
         width = max(map(len, prompts))
-        pad = self._tokenizer.pad_token_id
-        pad = self._tokenizer.eos_token_id if pad is None else pad
-        ids = torch.full((len(prompts), width), 0 if pad is None else pad, dtype=torch.long)
+        pad_id = self._tokenizer.pad_token_id
+        pad_id = self._tokenizer.eos_token_id if pad_id is None else pad_id
+        ids = torch.full((len(prompts), width), 0 if pad_id is None else pad_id, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(prompts):
             ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
@@ -214,14 +214,14 @@ def _read_generation_config(model: Any, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
 
 
-def _end_tokens(model: Any) -> frozenset[int]:
-    ends = model.generation_config.eos_token_id
-    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+def _end_token_ids(model: Any) -> frozenset[int]:
+    ids = model.generation_config.eos_token_id
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
-def _trim_after_end(ids: list[int], ends: frozenset[int]) -> list[int]:
+def _trim_after_end(ids: list[int], end_ids: frozenset[int]) -> list[int]:
     """Return the tokens up to and including the first end-of-text token. The padding after it is removed."""
-    for number, token in enumerate(ids):
-        if token in ends:
-            return ids[: number + 1]
+    for index, token in enumerate(ids):
+        if token in end_ids:
+            return ids[: index + 1]
     return ids

@@ -75,8 +75,8 @@ class Distillation(Loss):
         return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
 
     def synthetic_inputs(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
-        words = torch.zeros(num_rows, self.k, dtype=torch.int32, device=device)
-        return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
+        ids = torch.zeros(num_rows, self.k, dtype=torch.int32, device=device)
+        return dict(zip(TEACHER_KEYS, (ids, ids.float(), torch.zeros(num_rows, device=device)), strict=True))
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         """Return the loss for a micro-batch. Without scores, it is plain cross entropy."""
@@ -110,34 +110,34 @@ class DistillTask(TextTask):
     """Task that trains on texts with a teacher's scores for every label."""
 
     @staticmethod
-    def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
+    def make_loss(training: TrainingConfig, table: DistillConfig) -> Loss:
         """Return the distillation loss, without reading the scores.
 
         Raises:
             ConfigError: The scores do not exist or do not match the config.
         """
         if table.scores is None:
-            return TextTask.loss_of(training, table)
+            return TextTask.make_loss(training, table)
         try:
-            found = read_kind(table.scores)
+            kind = read_kind(table.scores)
         except ScoresError as error:
             advice = "Create them with megatrain-tier score TEACHER.toml"
             raise ConfigError("[distill]", [Problem("distill.scores", str(error), advice)]) from error
         problems = []
-        if table.top_k is not None and table.top_k > found.top_k:
-            text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} per position"
-            advice = f"Use at most {found.top_k}, or score with a larger top_k"
+        if table.top_k is not None and table.top_k > kind.top_k:
+            text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {kind.top_k} per position"
+            advice = f"Use at most {kind.top_k}, or score with a larger top_k"
             problems.append(Problem("distill.top_k", text, advice))
-        if not found.top_k:
+        if not kind.top_k:
             text = f"the scores in {table.scores} have no most likely tokens (score.top_k = 0)"
             problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
-        if table.temperature != found.temperature:
+        if table.temperature != kind.temperature:
             text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} have temperature"
-            text += f" {found.temperature:g}"
-            problems.append(Problem("distill.temperature", text, f"Use {found.temperature:g}, or score again"))
+            text += f" {kind.temperature:g}"
+            problems.append(Problem("distill.temperature", text, f"Use {kind.temperature:g}, or score again"))
         if problems:
             raise ConfigError("[distill]", problems)
-        return Distillation(table.temperature, table.alpha, table.rest, table.top_k or found.top_k)
+        return Distillation(table.temperature, table.alpha, table.rest, table.top_k or kind.top_k)
 
 
 class RunningDistillation:
@@ -157,48 +157,48 @@ class RunningDistillation:
         self._ids = teacher.ids.long()
         self._log_p, self._log_rest_p = spec.targets(teacher)
         self._top_scores = torch.zeros_like(self._log_p)
-        self._rest = torch.full_like(self._log_rest_p, -torch.inf)
+        self._other_scores = torch.full_like(self._log_rest_p, -torch.inf)
 
     def add(self, logits: Tensor, start: int) -> None:
         """Add the logits of a vocabulary range, ``(rows, columns)``. The range starts at token ``start``."""
         if self._cross_entropy is not None:
             self._cross_entropy.add(logits, start)
-        values, at, is_here = self._scale_logits(logits, start)
-        self._top_scores = torch.where(is_here, values.gather(1, at), self._top_scores)
-        self._rest = torch.logaddexp(self._rest, values.scatter_(1, at, -torch.inf).logsumexp(1))
+        values, columns, is_in_range = self._scale_logits(logits, start)
+        self._top_scores = torch.where(is_in_range, values.gather(1, columns), self._top_scores)
+        self._other_scores = torch.logaddexp(self._other_scores, values.scatter_(1, columns, -torch.inf).logsumexp(1))
 
     def loss(self) -> Tensor:
         """Return the loss. Call this after all ranges have been added."""
         log_sum = self._log_sum()
-        found = _weight_values(self._log_p, self._log_p - (self._top_scores - log_sum.unsqueeze(1))).sum(1)
+        terms = _weight_values(self._log_p, self._log_p - (self._top_scores - log_sum.unsqueeze(1))).sum(1)
         if self._spec.rest == "bucket":
-            found = found + _weight_values(self._log_rest_p, self._log_rest_p - (self._rest - log_sum))
-        soft = found.sum() * ((1 - self._spec.alpha) * self._spec.temperature**2 / self._num_items)
-        return soft if self._cross_entropy is None else soft + self._spec.alpha * self._cross_entropy.loss()
+            terms = terms + _weight_values(self._log_rest_p, self._log_rest_p - (self._other_scores - log_sum))
+        soft_loss = terms.sum() * ((1 - self._spec.alpha) * self._spec.temperature**2 / self._num_items)
+        return soft_loss if self._cross_entropy is None else soft_loss + self._spec.alpha * self._cross_entropy.loss()
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
         """Return the gradient for a range of logits, in their dtype. Call this after all ranges have been added."""
         spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
-        values, at, _ = self._scale_logits(logits, start)
-        found = values.sub_(log_sum).exp_()  # the student's probabilities; the padding column has probability 0
-        of_top = found.gather(1, at)
+        values, columns, _ = self._scale_logits(logits, start)
+        grad = values.sub_(log_sum).exp_()  # the student's probabilities; the padding column has probability 0
+        top_probs = grad.gather(1, columns)
         if spec.rest == "bucket":
             # For every token outside the teacher's k tokens, subtract its share of the bucket from its probability.
-            share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
-            found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
+            share = torch.exp(self._log_rest_p - (self._other_scores - log_sum.squeeze(1)))
+            grad.mul_((1 - torch.where(self._other_scores.isneginf(), 0, share)).unsqueeze(1))
         elif spec.rest == "ignore":
             mass = self._log_p.exp().sum(1, keepdim=True)
-            found.mul_(mass)
-            of_top = of_top * mass
+            grad.mul_(mass)
+            top_probs = top_probs * mass
         # Scatter without adding, because each token has its own column. Tokens of other ranges use the padding column.
-        found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
-        found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
+        grad = grad.scatter_(1, columns, top_probs - self._log_p.exp())[:, :-1]
+        grad = grad.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
         if self._cross_entropy is not None:
-            found = found + spec.alpha * self._cross_entropy.gradient(logits.float(), start)
-        return found.to(logits.dtype)
+            grad = grad + spec.alpha * self._cross_entropy.gradient(logits.float(), start)
+        return grad.to(logits.dtype)
 
     def _log_sum(self) -> Tensor:
-        return torch.logaddexp(self._rest, self._top_scores.logsumexp(1))
+        return torch.logaddexp(self._other_scores, self._top_scores.logsumexp(1))
 
     def _scale_logits(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scaled logits, the column of each teacher token, and whether the token is in this range.
@@ -207,9 +207,9 @@ class RunningDistillation:
         """
         num_columns = logits.shape[1]
         values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)
-        at = self._ids - start
-        is_here = (at >= 0) & (at < num_columns)
-        return values, torch.where(is_here, at, num_columns), is_here
+        columns = self._ids - start
+        is_in_range = (columns >= 0) & (columns < num_columns)
+        return values, torch.where(is_in_range, columns, num_columns), is_in_range
 
 
 def _weight_values(log_p: Tensor, values: Tensor) -> Tensor:

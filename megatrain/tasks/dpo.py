@@ -33,21 +33,21 @@ class PreferenceTask:
         self._loss = loss
 
     @staticmethod
-    def loss_of(training: TrainingConfig | None, table: PreferenceConfig) -> PreferenceLoss:
+    def make_loss(training: TrainingConfig | None, table: PreferenceConfig) -> PreferenceLoss:
         """Return the preference loss that ``[preference]`` configures."""
         return PreferenceLoss(**{field.name: getattr(table, field.name) for field in fields(PreferenceLoss)})
 
     @staticmethod
     def findings(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[RowFinding]:
         """Return the number of examples, a warning if all labels are equal, and a note if answers are scored."""
-        loss = PreferenceTask.loss_of(None, table)
-        found = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
+        loss = PreferenceTask.make_loss(None, table)
+        notes = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
-            found.append(RowFinding("warning", "all answers have the same label, but the loss learns from differences"))
+            notes.append(RowFinding("warning", "all answers have the same label, but the loss learns from differences"))
         if loss.needs_reference:
             text = f"before its first step, `run` scores all {len(dataset):,} answers once with the initial model"
-            found.append(RowFinding("note", text))
-        return found
+            notes.append(RowFinding("note", text))
+        return notes
 
     def accumulator(self) -> PreferenceMetrics:
         """Return an accumulator for the metrics of a set's examples."""
@@ -80,10 +80,10 @@ class PreferenceMetrics:
         """Return each micro-batch with the log-probabilities of its answers."""
         return list(zip(micro_batches, runner.log_probs(micro_batches), strict=True))
 
-    def add(self, found: _Answers) -> None:
+    def add(self, result: _Answers) -> None:
         """Add the result of ``head`` for one pass."""
-        for batch, logps in found:
-            self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
+        for batch, logps in result:
+            self._collected.add(batch, shifted_labels(batch["labels"]), logps, pass_index=self._num_passes)
         self._num_passes += 1
 
     def compute(self, gather: Gather[CollectedExamples]) -> SetMetrics:

@@ -102,14 +102,14 @@ class EvaluationSpec:
         """Kinds of weights to evaluate, in order."""
         return ("trained", "average") if self.table.weights == "both" else (self.table.weights,)
 
-    def name_of(self, name: str, weights: EvaluatedWeights) -> str:
+    def evaluation_name(self, name: str, weights: EvaluatedWeights) -> str:
         """Return the name in metrics for the evaluation of a set with these weights."""
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
     def evaluation_names(self, names: Iterable[str]) -> list[str]:
         """Return the names of all evaluations at a step, in order. ``names`` contains the names of the sets."""
         names = list(names)
-        return [self.name_of(name, weights) for weights in self.weights for name in names]
+        return [self.evaluation_name(name, weights) for weights in self.weights for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +119,29 @@ class EvaluationSet:
     Attributes:
         loader: Loader of the rows. Each evaluation uses one epoch.
         num_micro_batches: Number of micro-batches in each of the loader's steps.
-        num_together: Number of micro-batches that share a pass.
-        own: Micro-batches of a pass that this rank evaluates, or None for all micro-batches.
+        pass_size: Number of micro-batches that share a pass.
+        rank_range: Micro-batches of a pass that this rank evaluates, or None for all micro-batches.
     """
 
     name: str
     loader: BatchLoader
     num_micro_batches: int
-    num_together: int
-    own: range | None = None
+    pass_size: int
+    rank_range: range | None = None
 
     @property
     def num_passes(self) -> int:
         """Number of passes over the weights in one evaluation."""
-        return self.loader.steps_per_epoch * (self.num_micro_batches // self.num_together)
+        return self.loader.steps_per_epoch * (self.num_micro_batches // self.pass_size)
 
     def passes(self) -> Iterator[Sequence[Mapping[str, Tensor]]]:
         """Yield, for each pass, the micro-batches that this rank evaluates."""
         self.loader.seek(LoaderPosition())
-        own = range(self.num_together) if self.own is None else self.own
+        local_range = range(self.pass_size) if self.rank_range is None else self.rank_range
         for _ in range(self.loader.steps_per_epoch):
             micro_batches = next(self.loader).micro_batches
-            for start in range(0, len(micro_batches), self.num_together):
-                yield micro_batches[start + own.start : start + own.stop]
+            for start in range(0, len(micro_batches), self.pass_size):
+                yield micro_batches[start + local_range.start : start + local_range.stop]
 
 
 def load_evaluation_sets(
@@ -168,17 +168,17 @@ def load_evaluation_sets(
     rows = min(spec.rows or plan.run.batch.micro_batch_rows, plan.run.batch.micro_batch_rows)
     if rows < (spec.rows or 0):
         on_message(f"evaluations use micro-batches of {rows} rows, because memory is planned for training")
-    dealt = deal_micro_batches(run, rows)
-    num_micro_batches, own = dealt[-1].stop, None if run.world.is_single else dealt[run.world.rank]
+    rank_ranges = deal_micro_batches(run, rows)
+    num_micro_batches, local_range = rank_ranges[-1].stop, None if run.world.is_single else rank_ranges[run.world.rank]
     sets, shape = [], run.data.batch_shape(rows, num_micro_batches)
-    for number, (name, dataset) in enumerate(
+    for index, (name, dataset) in enumerate(
         _load_datasets(spec, run.data, tokenizer, on_message, training, on_warning)
     ):
-        check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
+        check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{index}")
         order = EpochOrder(dataset, shape, run.data.seed)
         loader = BatchLoader(order, run.data.collator(shape, tokenizer))
         # Limit the rows in a pass to the number in training, because the plan reserves memory for only that number.
-        sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
+        sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), local_range))
     return sets
 
 
@@ -187,11 +187,11 @@ def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
 
     Every rank gets at least one micro-batch, and at most its number of rows in training. Metrics do not depend on this.
     """
-    of_training = [
+    training_counts = [
         len(run.lanes.rank_micro_batches(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
     ]
-    stops = accumulate(count * run.batch.micro_batch_rows // rows for count in of_training)
-    return [range(first, stop) for first, stop in pairwise([0, *stops])]
+    stops = accumulate(count * run.batch.micro_batch_rows // rows for count in training_counts)
+    return [range(start, stop) for start, stop in pairwise([0, *stops])]
 
 
 def _load_datasets(
@@ -204,15 +204,15 @@ def _load_datasets(
 ) -> Iterator[tuple[str, TokenDataset]]:
     """Yield (name, dataset) for the rows held out from training, then for each ``[[data.eval]]`` table."""
     if data.table.val_size is not None:
-        whole = load_dataset(data, tokenizer, on_message) if training is None else training
-        dataset = held_out_part(whole, spec.table.eval_max_samples)
+        full_dataset = load_dataset(data, tokenizer, on_message) if training is None else training
+        dataset = held_out_part(full_dataset, spec.table.eval_max_samples)
         on_message(f"{HELD_OUT_NAME}: {describe(dataset)}")
         yield HELD_OUT_NAME, dataset
-    for number, source in enumerate(spec.sources):
+    for index, source in enumerate(spec.sources):
         try:
             dataset = load_dataset(source.data, tokenizer, on_message)
         except DataError as error:
-            raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
+            raise DataError(f"data.eval.{index}", str(error).removeprefix("data.train: ")) from error
         on_message(f"{source.name}: {dataset.report}")
         for text in check_losses(dataset.report, [source.label], data.table.max_dropped):
             on_warning(text)
@@ -236,8 +236,8 @@ def count_pass_traffic(plan: Plan, num_passes: int) -> dict[str, int]:
     """
     program = model_for_passes(plan).program
     placement = plan.placement
-    moved = Traffic(program, placement.routes, placement.homes, {}).first_step_bytes()
-    return {link: num_passes * nbytes for link, nbytes in moved.items()}
+    traffic = Traffic(program, placement.routes, placement.homes, {}).first_step_bytes()
+    return {link: num_passes * nbytes for link, nbytes in traffic.items()}
 
 
 class Evaluator:
@@ -247,7 +247,7 @@ class Evaluator:
         steps_per_epoch: Number of steps in an epoch of training.
         should_stop: Called between passes, on all ranks. It must return the same result on all of them, so it can be a
             collective. An interrupted evaluation is not reported.
-        before: Latest evaluations before a resume, by name. They are not repeated at the same step.
+        resumed_evaluations: Latest evaluations before a resume, by name. They are not repeated at the same step.
         plans: Plans of the passes, or None to use the result of ``plan_evaluations``.
         samplers: Samplers by the kind of weights that they use. Empty if samples are off.
 
@@ -268,7 +268,7 @@ class Evaluator:
         steps_per_epoch: int,
         max_steps: int,
         should_stop: Callable[[], bool],
-        before: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
+        resumed_evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
         plans: Mapping[EvaluatedWeights, Plan] | None = None,
         samplers: Mapping[EvaluatedWeights, Sampler] = MappingProxyType({}),
     ) -> None:
@@ -279,7 +279,7 @@ class Evaluator:
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop
-        self.latest_evaluations = dict(before)
+        self.latest_evaluations = dict(resumed_evaluations)
         self._passes: dict[EvaluatedWeights, Passes] = {}
         # Created by the first evaluation, because the ranks have joined their group only by then.
         self._collectives: Collectives | SingleRank | None = None
@@ -291,7 +291,7 @@ class Evaluator:
     @property
     def names(self) -> list[str]:
         """Names of all evaluations at a step, in order."""
-        return self._spec.evaluation_names(each.name for each in self._sets)
+        return self._spec.evaluation_names(s.name for s in self._sets)
 
     def _is_done(self, step: int, name: str) -> bool:
         return name in self.latest_evaluations and self.latest_evaluations[name].step == step
@@ -334,23 +334,23 @@ class Evaluator:
             self._collectives = make_collectives(self._plan.run.world, self._plan.program.compute_tier)
         self._timeline.is_recording = False
         for weights, plan in self._plans.items():
-            due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
-            room = lend_step_memory(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
-            with room:
-                for each in due:
-                    if not self._evaluate(step, each, weights):
+            due = [s for s in self._sets if not self._is_done(step, self._spec.evaluation_name(s.name, weights))]
+            loan = lend_step_memory(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
+            with loan:
+                for eval_set in due:
+                    if not self._evaluate(step, eval_set, weights):
                         return
 
-    def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
+    def _evaluate(self, step: int, eval_set: EvaluationSet, weights: EvaluatedWeights) -> bool:
         """Evaluate a set and report the result. Return False if a stop interrupted the evaluation."""
-        start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
-        result = self._evaluate_set(each, weights, f"evaluating {name}")
+        start_s, name = time.perf_counter(), self._spec.evaluation_name(eval_set.name, weights)
+        result = self._evaluate_set(eval_set, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
             self._activity.begin(f"continuing rows of {name}", num_parts=sampler.num_ticks)
-            found = sampler.generate_samples(each.name, self._store, self._activity, self._should_stop, self._ranks)
-            samples = tuple(found)
+            items = sampler.generate_samples(eval_set.name, self._store, self._activity, self._should_stop, self._ranks)
+            samples = tuple(items)
         if self._should_stop():
             return False
         seconds = time.perf_counter() - start_s
@@ -361,7 +361,7 @@ class Evaluator:
         self._observer.on_evaluation(metrics)
         return True
 
-    def _evaluate_set(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetMetrics:
+    def _evaluate_set(self, eval_set: EvaluationSet, weights: EvaluatedWeights, description: str) -> SetMetrics:
         """Run a set's passes and return the task's metrics."""
         if weights not in self._passes:
             self._passes[weights] = Passes(
@@ -372,11 +372,11 @@ class Evaluator:
                 collectives=self._ranks,
             )
         passes, accumulator = self._passes[weights], self._task.accumulator()
-        self._activity.begin(doing, num_parts=passes.num_ticks)
-        for found in passes.run(
-            each.passes(), accumulator.head, num_passes=each.num_passes, should_stop=self._should_stop
+        self._activity.begin(description, num_parts=passes.num_ticks)
+        for result in passes.run(
+            eval_set.passes(), accumulator.head, num_passes=eval_set.num_passes, should_stop=self._should_stop
         ):
-            accumulator.add(found)
+            accumulator.add(result)
         return accumulator.compute(self._ranks.gather_objects)
 
 
@@ -393,20 +393,20 @@ def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_token
 
     A text that is entirely in the loss is split in the middle.
     """
-    found: list[_SplitRow] = []
+    split_rows: list[_SplitRow] = []
     for document in dataset.epoch_documents(data_seed):
-        if len(found) == count:
+        if len(split_rows) == count:
             break
-        part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
-        tokens = torch.from_numpy(dataset.tokens[part].astype(np.int64))
-        trained = np.flatnonzero(dataset.trained[part])
-        if len(tokens) < 2 or not len(trained):
+        span = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
+        tokens = torch.from_numpy(dataset.tokens[span].astype(np.int64))
+        trained_indices = np.flatnonzero(dataset.trained[span])
+        if len(tokens) < 2 or not len(trained_indices):
             continue
-        start = int(trained[0]) if trained[0] > 1 else len(tokens) // 2
-        untrained = np.flatnonzero(~dataset.trained[part][start:])
-        stop = start + (int(untrained[0]) if len(untrained) and untrained[0] else len(tokens) - start)
-        found.append(_SplitRow(tokens[:start], tokens[start : min(stop, start + max_new_tokens)]))
-    return found
+        start = int(trained_indices[0]) if trained_indices[0] > 1 else len(tokens) // 2
+        gaps = np.flatnonzero(~dataset.trained[span][start:])
+        stop = start + (int(gaps[0]) if len(gaps) and gaps[0] else len(tokens) - start)
+        split_rows.append(_SplitRow(tokens[:start], tokens[start : min(stop, start + max_new_tokens)]))
+    return split_rows
 
 
 class Sampler:
@@ -438,7 +438,7 @@ class Sampler:
         plan: Plan,
         sets: Sequence[EvaluationSet],
         tokenizer: PreTrainedTokenizerFast,
-        gather: Callable[[int], Sequence[int]] = lambda number: [number],
+        gather: Callable[[int], Sequence[int]] = lambda value: [value],
     ) -> Sampler | None:
         """Return a sampler for the first rows of each set, or None if there are no rows.
 
@@ -453,32 +453,32 @@ class Sampler:
             UnsupportedModelError: The model cannot generate with streamed weights.
         """
         num_new, seed = spec.table.max_new_tokens, plan.run.data.seed
-        rows = {each.name: _split_rows(each.loader.dataset, seed, spec.num_samples, num_new) for each in sets}
-        most = max(map(len, rows.values()), default=0)
-        if not most:
+        rows = {s.name: _split_rows(s.loader.dataset, seed, spec.num_samples, num_new) for s in sets}
+        max_rows = max(map(len, rows.values()), default=0)
+        if not max_rows:
             return None
-        longest = max(len(row.prompt) for each in rows.values() for row in each)
+        max_length = max(len(row.prompt) for set_rows in rows.values() for row in set_rows)
         positions = num_learned_positions(plan.graph)
-        if positions is not None and longest + num_new > positions:
+        if positions is not None and max_length + num_new > positions:
             key = "evaluation.max_new_tokens"
             text = (
-                f"{key} = {num_new}, but the longest prompt of an evaluation has {longest:,} tokens, and the model "
+                f"{key} = {num_new}, but the longest prompt of an evaluation has {max_length:,} tokens, and the model "
                 f"has only {positions:,} positions"
             )
-            advice = f"Use at most {positions - longest}" if positions > longest else "Lower data.max_length"
+            advice = f"Use at most {positions - max_length}" if positions > max_length else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
-        together = min(spec.rows or plan.run.batch.micro_batch_rows, plan.run.batch.micro_batch_rows, most)
+        batch_rows = min(spec.rows or plan.run.batch.micro_batch_rows, plan.run.batch.micro_batch_rows, max_rows)
         # Each rank gets whole micro-batches, because tokens depend on which rows share a micro-batch.
-        num_micro_batches = -(-most // (together * plan.run.world.size))
+        num_micro_batches = -(-max_rows // (batch_rows * plan.run.world.size))
 
-        def planned(count: int) -> GenerationPlan:
-            return plan_samples(plan, rows=together, num_prompts=count * together, max_length=longest + num_new)
+        def make_plan(count: int) -> GenerationPlan:
+            return plan_samples(plan, rows=batch_rows, num_prompts=count * batch_rows, max_length=max_length + num_new)
 
-        generation = planned(num_micro_batches)
-        fitting = generation.plan.run.batch.num_micro_batches
-        least = min(gather(fitting))  # other ranks may only have memory for fewer micro-batches
-        if least < fitting:
-            generation = planned(least)
+        generation = make_plan(num_micro_batches)
+        num_fitting = generation.plan.run.batch.num_micro_batches
+        num_common = min(gather(num_fitting))  # other ranks may only have memory for fewer micro-batches
+        if num_common < num_fitting:
+            generation = make_plan(num_common)
         return cls(plan, generation, rows, tokenizer, num_new)
 
     @property
@@ -507,7 +507,7 @@ class Sampler:
             should_stop: Called before each pass. All ranks must get the same result.
             collectives: Collectives of the ranks, or None for a single process.
         """
-        rows, own, ranks = self._rows[name], self._generation.plan, collectives or SingleRank()
+        rows, plan, ranks = self._rows[name], self._generation.plan, collectives or SingleRank()
         if not rows:
             return []
         passes = Continuation(
@@ -520,22 +520,22 @@ class Sampler:
             should_stop=should_stop,
             collectives=ranks,
         )
-        found: list[tuple[int, ...]] = []
-        rank, size, together = own.run.world.rank, own.run.world.size, own.run.batch.num_rows
-        with lend_step_memory(store, self._plan, own):
+        outputs: list[tuple[int, ...]] = []
+        rank, size, batch_rows = plan.run.world.rank, plan.run.world.size, plan.run.batch.num_rows
+        with lend_step_memory(store, self._plan, plan):
             try:
-                for first in range(0, len(rows), together * size):
-                    start = first + rank * together
-                    new = passes.run([row.prompt for row in rows[start : start + together]])
-                    of_ranks = ranks.gather_objects(new)
-                    found += [ids for of_rank in of_ranks for ids in of_rank]
+                for offset in range(0, len(rows), batch_rows * size):
+                    start = offset + rank * batch_rows
+                    output = passes.run([row.prompt for row in rows[start : start + batch_rows]])
+                    rank_outputs = ranks.gather_objects(output)
+                    outputs += [t for rank_output in rank_outputs for t in rank_output]
             except StoppedError:
-                found, rows = [], []
+                outputs, rows = [], []
         for link, nbytes in passes.planned_bytes.items():
             self.planned_bytes[link] = self.planned_bytes.get(link, 0) + nbytes
         return [
-            Sample(*(self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt, new, row.reference)))
-            for row, new in zip(rows, found, strict=True)
+            Sample(*(self._tokenizer.decode(t, skip_special_tokens=True) for t in (row.prompt, output, row.reference)))
+            for row, output in zip(rows, outputs, strict=True)
         ]
 
 
@@ -544,7 +544,7 @@ def make_samplers(
     plans: Mapping[EvaluatedWeights, Plan],
     sets: Sequence[EvaluationSet],
     tokenizer: PreTrainedTokenizerFast,
-    gather: Callable[[int], Sequence[int]] = lambda number: [number],
+    gather: Callable[[int], Sequence[int]] = lambda value: [value],
 ) -> dict[EvaluatedWeights, Sampler]:
     """Return samplers for the sets' rows, by kind of weights. The dict is empty if samples are off.
 
@@ -557,5 +557,5 @@ def make_samplers(
     """
     if not spec.num_samples:
         return {}
-    found = {weights: Sampler.for_sets(spec, plan, sets, tokenizer, gather) for weights, plan in plans.items()}
-    return {weights: sampler for weights, sampler in found.items() if sampler is not None}
+    samplers = {weights: Sampler.for_sets(spec, plan, sets, tokenizer, gather) for weights, plan in plans.items()}
+    return {weights: sampler for weights, sampler in samplers.items() if sampler is not None}

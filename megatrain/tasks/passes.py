@@ -87,8 +87,8 @@ class Passes:
         """
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)
-        for number, micro_batches in enumerate(batches):
-            yield self._engine.run_pass(micro_batches, head, number=number)
+        for index, micro_batches in enumerate(batches):
+            yield self._engine.run_pass(micro_batches, head, number=index)
             if should_stop():
                 break
         self._engine.finish()

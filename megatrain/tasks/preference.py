@@ -136,7 +136,7 @@ class PreferenceLoss(Loss):
 
     def applied(self, model: nn.Module) -> AbstractContextManager[None]:
         """Disable dropout, as TRL does, because the model is compared with its reference model."""
-        return _without_dropout(model)
+        return _disable_dropout(model)
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Return a micro-batch's inputs for this loss, or an empty dict if the micro-batch has no examples."""
@@ -146,10 +146,10 @@ class PreferenceLoss(Loss):
         """Return the divisors for the means over a step's examples, or None if there are no examples."""
         if REFERENCE not in micro_batches[0]:
             return None
-        described = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
+        inputs = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
         return StepSize(
-            max(1, sum(each["rows"].shape[1] for each in described)),
-            max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
+            max(1, sum(entry["rows"].shape[1] for entry in inputs)),
+            max(1, sum(int(entry["lengths"][0].numpy().sum()) for entry in inputs)),
         )
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
@@ -157,7 +157,7 @@ class PreferenceLoss(Loss):
         if not host:
             return PLAIN
         assert isinstance(size, StepSize), size
-        return ComparedRows(self, examples_from(host, placed), size)
+        return ComparedRows(self, make_examples(host, placed), size)
 
     def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Return a step's metrics. For KTO, add the difference between the mean rewards of good and bad answers."""
@@ -172,16 +172,16 @@ class PreferenceLoss(Loss):
             logps: Log-probability of the answer in each row, including empty rows.
             examples: The micro-batch's examples. There must be at least one.
         """
-        first, second = logps[examples.rows[0]], logps[examples.rows[1]]
+        first_logps, second_logps = logps[examples.rows[0]], logps[examples.rows[1]]
         if not self.is_paired:
-            return self._kto_loss(first, second, examples, size)
+            return self._kto_loss(first_logps, second_logps, examples, size)
         if self.loss_type in _LENGTH_NORMALIZED:
-            first, second = first / examples.lengths[0], second / examples.lengths[1]
-        own, other = first, second
+            first_logps, second_logps = first_logps / examples.lengths[0], second_logps / examples.lengths[1]
+        first_scores, second_scores = first_logps, second_logps
         if self.needs_reference:
-            own, other = own - examples.reference[0], other - examples.reference[1]
-        loss = self._pair_losses(own, other, examples).sum() / size.num_examples
-        figures = self._pair_metrics(own, other, first, second)
+            first_scores, second_scores = first_scores - examples.reference[0], second_scores - examples.reference[1]
+        loss = self._pair_losses(first_scores, second_scores, examples).sum() / size.num_examples
+        figures = self._pair_metrics((first_scores, second_scores), (first_logps, second_logps))
         weight = self.rpo_alpha + (self.loss_type == "orpo")
         if weight:
             likelihood = -logps[examples.rows[0]].sum()
@@ -204,66 +204,66 @@ class PreferenceLoss(Loss):
             leaf = examples.sums(row_logps.detach()).requires_grad_()
             loss, figures = self.loss(leaf, examples, size)
         (gradient,) = torch.autograd.grad(loss, leaf)
-        of_rows = torch.repeat_interleave(gradient, examples.repeats, output_size=len(row_logps))
-        return loss.detach(), of_rows, figures
+        token_gradients = torch.repeat_interleave(gradient, examples.repeats, output_size=len(row_logps))
+        return loss.detach(), token_gradients, figures
 
-    def _pair_losses(self, own: Tensor, other: Tensor, examples: Examples) -> Tensor:
+    def _pair_losses(self, first_scores: Tensor, second_scores: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each pair, given the scores of its two answers."""
-        beta, smoothing, margin = self.beta, self.label_smoothing, own - other
+        beta, smoothing, margin = self.beta, self.label_smoothing, first_scores - second_scores
         if self.loss_type == "ipo":
             # As in TRL, divide by the lengths, so that the meaning of beta does not depend on the lengths.
-            difference = own / examples.lengths[0] - other / examples.lengths[1]
+            difference = first_scores / examples.lengths[0] - second_scores / examples.lengths[1]
             return (difference - 1 / (2 * beta)) ** 2
         if self.loss_type == "hinge":
             return functional.relu(1 - beta * margin)
         if self.loss_type == "orpo":
-            log_odds = margin - (_log_one_minus_exp(own) - _log_one_minus_exp(other))
+            log_odds = margin - (_log_one_minus_exp(first_scores) - _log_one_minus_exp(second_scores))
             return -beta * functional.logsigmoid(log_odds)
         if self.loss_type == "simpo":
             margin = margin - self.simpo_gamma / beta
-        right, wrong = -functional.logsigmoid(beta * margin), -functional.logsigmoid(-beta * margin)
+        loss, swapped_loss = -functional.logsigmoid(beta * margin), -functional.logsigmoid(-beta * margin)
         if self.loss_type == "robust":
-            return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
-        return (1 - smoothing) * right + smoothing * wrong
+            return ((1 - smoothing) * loss - smoothing * swapped_loss) / (1 - 2 * smoothing)
+        return (1 - smoothing) * loss + smoothing * swapped_loss
 
-    def _pair_metrics(self, own: Tensor, other: Tensor, first: Tensor, second: Tensor) -> list[PartialMean]:
-        chosen, rejected = self.beta * own.detach(), self.beta * other.detach()
+    def _pair_metrics(self, scores: Sequence[Tensor], logps: Sequence[Tensor]) -> list[PartialMean]:
+        chosen, rejected = (self.beta * score.detach() for score in scores)
         values = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/accuracies": (chosen > rejected).float(),
             "rewards/margins": chosen - rejected,
-            "logps/chosen": first.detach(),
-            "logps/rejected": second.detach(),
+            "logps/chosen": logps[0].detach(),
+            "logps/rejected": logps[1].detach(),
         }
-        return [PartialMean(name, each.sum(), len(each)) for name, each in values.items()]
+        return [PartialMean(name, value.sum(), len(value)) for name, value in values.items()]
 
     def _kto_loss(
-        self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
+        self, logps: Tensor, mismatched_logps: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]
         # KTO clamps this estimate of the KL divergence at 0. It is not differentiated.
-        moved = (mismatched - examples.reference[1]).mean().detach().clamp(min=0)
-        good = examples.desirable
-        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
-        towards = torch.where(good, ratios - moved, moved - ratios)
-        loss = (weights * (1 - torch.sigmoid(self.beta * towards))).sum() / size.num_examples
+        kl = (mismatched_logps - examples.reference[1]).mean().detach().clamp(min=0)
+        is_good = examples.desirable
+        weights = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
+        margins = torch.where(is_good, ratios - kl, kl - ratios)
+        loss = (weights * (1 - torch.sigmoid(self.beta * margins))).sum() / size.num_examples
         num_good, num_bad = examples.num_desirable, examples.num_examples - examples.num_desirable
-        rewards, of_answers = self.beta * ratios.detach(), logps.detach()
-        figures = [PartialMean("kl", moved * examples.num_examples, examples.num_examples)]
-        for name, mask, count in (("chosen", good, num_good), ("rejected", ~good, num_bad)):
+        rewards, answer_logps = self.beta * ratios.detach(), logps.detach()
+        figures = [PartialMean("kl", kl * examples.num_examples, examples.num_examples)]
+        for name, mask, count in (("chosen", is_good, num_good), ("rejected", ~is_good, num_bad)):
             if count:
                 figures.append(PartialMean(f"rewards/{name}", (rewards * mask).sum(), count))
-                figures.append(PartialMean(f"logps/{name}", (of_answers * mask).sum(), count))
+                figures.append(PartialMean(f"logps/{name}", (answer_logps * mask).sum(), count))
         return loss, figures
 
 
 def _log_one_minus_exp(values: Tensor) -> Tensor:
     """Return ``log(1 - exp(x))`` for negative ``x``, accurately both near 0 and far from 0."""
     is_near = values > -0.693
-    near = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
-    far = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
-    return torch.where(is_near, near, far)
+    near_result = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
+    far_result = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
+    return torch.where(is_near, near_result, far_result)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,11 +286,11 @@ class ComparedRows(MicroBatchLoss):
         """Return the micro-batch's loss and metrics. Set the weights of its rows' gradients."""
         if not rows:
             return torch.zeros((), device=self.examples.repeats.device), ()
-        softmaxes = [each for each in rows if isinstance(each, RunningSoftmax)]
+        softmaxes = [row for row in rows if isinstance(row, RunningSoftmax)]
         logps = [softmax.log_probs() for softmax in softmaxes]
         loss, gradient, figures = self.loss.gradient(torch.cat(logps), self.examples, self.size)
-        for softmax, own in zip(softmaxes, torch.split(gradient, [len(each) for each in logps]), strict=True):
-            softmax.weigh(-own)
+        for softmax, weights in zip(softmaxes, torch.split(gradient, list(map(len, logps))), strict=True):
+            softmax.weigh(-weights)
         return loss, figures
 
 
@@ -299,46 +299,46 @@ class CollectedExamples:
     """Examples of an evaluation. Holds only a few host numbers per example, because ranks exchange this object."""
 
     _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
-    _parts: list[int] = field(default_factory=list)
+    _pass_indices: list[int] = field(default_factory=list)
 
-    def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float], *, part: int = 0) -> None:
+    def add(self, batch: Mapping[str, Tensor], labels: Tensor, logps: Sequence[float], *, pass_index: int = 0) -> None:
         """Add a micro-batch, its shifted labels, and its answers' log-probabilities.
 
         Args:
             batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
-            shifted: Labels of the next token.
-            part: Number of the pass that computed them.
+            labels: Labels of the next token.
+            pass_index: Number of the pass that computed them.
         """
-        described = describe_examples(batch, shifted)
-        self._batches.append((torch.tensor(logps, dtype=torch.float32)[described["rows"]], described))
-        self._parts.append(part)
+        inputs = describe_examples(batch, labels)
+        self._batches.append((torch.tensor(logps, dtype=torch.float32)[inputs["rows"]], inputs))
+        self._pass_indices.append(pass_index)
 
     @classmethod
     def join(cls, ranks: Sequence[CollectedExamples]) -> CollectedExamples:
         """Join the examples of all ranks in the order of a single process: by pass, then by rank."""
-        found = cls()
-        pairs = [(part, batch) for each in ranks for part, batch in zip(each._parts, each._batches, strict=True)]
-        for part, batch in sorted(pairs, key=lambda pair: pair[0]):
-            found._parts.append(part)
-            found._batches.append(batch)
-        return found
+        result = cls()
+        pairs = [(i, batch) for rank in ranks for i, batch in zip(rank._pass_indices, rank._batches, strict=True)]
+        for i, batch in sorted(pairs, key=lambda pair: pair[0]):
+            result._pass_indices.append(i)
+            result._batches.append(batch)
+        return result
 
     def compute(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
         """Return the mean loss over all examples, the number of tokens in their answers, and the metrics."""
         logps, lengths, reference = (
             torch.cat(parts, dim=1)
             for parts in (
-                [own for own, _ in self._batches],
-                [each["lengths"] for _, each in self._batches],
-                [each["reference"] for _, each in self._batches],
+                [logp for logp, _ in self._batches],
+                [inputs["lengths"] for _, inputs in self._batches],
+                [inputs["reference"] for _, inputs in self._batches],
             )
         )
-        desirable = torch.cat([each["desirable"] for _, each in self._batches])
+        desirable = torch.cat([inputs["desirable"] for _, inputs in self._batches])
         count = len(desirable)
         counts = tuple(lengths.reshape(-1).long().tolist())
         rows = torch.arange(2 * count).view(2, count)
-        good = int(desirable.sum())
-        examples = Examples(counts, rows, lengths, reference, desirable, good, torch.tensor(counts))
+        num_desirable = int(desirable.sum())
+        examples = Examples(counts, rows, lengths, reference, desirable, num_desirable, torch.tensor(counts))
         size = StepSize(max(1, count), max(1, sum(counts[:count])))
         if not count:
             return float("nan"), 0, {}
@@ -350,42 +350,42 @@ class CollectedExamples:
 # -- examples of micro-batches -------------------------------------------------------------------------------------
 
 
-def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str, Tensor]:
+def describe_examples(batch: Mapping[str, Tensor], shifted_labels: Tensor) -> dict[str, Tensor]:
     """Return a micro-batch's inputs for the loss, on the host.
 
     Args:
         batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
-        shifted: Labels of the next token, for all positions of all rows.
+        shifted_labels: Labels of the next token, for all positions of all rows.
     """
     num_rows = len(batch["input_ids"])
-    counts = (shifted.reshape(num_rows, -1).numpy() != IGNORED_LABEL).sum(axis=1)
+    counts = (shifted_labels.reshape(num_rows, -1).numpy() != IGNORED_LABEL).sum(axis=1)
     half = num_rows // 2
-    present = np.flatnonzero((counts[:half] > 0) & (counts[half:] > 0))
-    rows = np.stack([present, present + half])
+    indices = np.flatnonzero((counts[:half] > 0) & (counts[half:] > 0))
+    rows = np.stack([indices, indices + half])
     return {
         "counts": torch.from_numpy(counts.astype(np.int64)),
         "rows": torch.from_numpy(rows),
         "lengths": torch.from_numpy(counts[rows].astype(np.float32)),
         "reference": batch[REFERENCE][torch.from_numpy(rows)].float(),
-        "desirable": batch[DESIRABLE][torch.from_numpy(present)],
+        "desirable": batch[DESIRABLE][torch.from_numpy(indices)],
     }
 
 
-def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:
-    """Create examples from the output of `describe_examples`. ``placed`` has the tensors on the loss's device."""
+def make_examples(host: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Examples:
+    """Create examples from the output of `describe_examples`. ``tensors`` has the tensors on the loss's device."""
     return Examples(
         tuple(host["counts"].numpy().tolist()),
-        placed["rows"],
-        placed["lengths"],
-        placed["reference"],
-        placed["desirable"],
+        tensors["rows"],
+        tensors["lengths"],
+        tensors["reference"],
+        tensors["desirable"],
         int(np.count_nonzero(host["desirable"].numpy())),
-        placed["counts"],
+        tensors["counts"],
     )
 
 
 @contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def _disable_dropout(model: nn.Module) -> Iterator[None]:
     """Disable dropout in the context."""
     layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
     try:

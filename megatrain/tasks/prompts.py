@@ -70,8 +70,8 @@ def prompt_tokens(
         if tokens.shape[1] == 0:
             raise PromptError("this prompt has no tokens: write the beginning of a text")
     else:
-        first = [{"role": "system", "content": system}] if system else []
-        messages = [*first, *history, {"role": "user", "content": prompt}]
+        system_messages = [{"role": "system", "content": system}] if system else []
+        messages = [*system_messages, *history, {"role": "user", "content": prompt}]
         if not history:
             _check_template(tokenizer, messages)
         try:

@@ -46,7 +46,7 @@ FOLDER_NAME = "reference"
 #: Key in ``RunState.model`` for the checksum of each loader's log-probabilities, by checksum of the loader's rows.
 RECORD = "reference_xxh3_64"
 _FORMAT = 1
-_ENDING = ".logps"
+_SUFFIX = ".logps"
 
 Logps = npt.NDArray[np.float32]
 
@@ -103,13 +103,13 @@ class Reference:
             DataError: The run is resumed, but its reference log-probabilities are missing or have changed.
             OSError: The file cannot be written.
         """
-        found: dict[str, Logps] = {}
+        logps: dict[str, Logps] = {}
         for loader in loaders:
             content = loader.dataset.total_checksum
-            if content not in found:
-                found[content] = self._find_or_compute(loader)
-                self.record[content] = checksum(found[content].view(np.uint8))
-            loader.use_reference(found[content])
+            if content not in logps:
+                logps[content] = self._find_or_compute(loader)
+                self.record[content] = checksum(logps[content].view(np.uint8))
+            loader.use_reference(logps[content])
 
     # -- a new run -----------------------------------------------------------------------------------------------
 
@@ -121,19 +121,19 @@ class Reference:
         return self._compute_and_store(loader) if values is None else values
 
     def _cache_file(self, key: str) -> Path | None:
-        return None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
+        return None if self._cache is None else self._cache / FOLDER_NAME / (key + _SUFFIX)
 
     def _read_cached(self, loader: BatchLoader) -> Logps | None:
         """Return the log-probabilities that an earlier run with the same model and rows has cached, or None."""
         key = self._key(loader)
-        cached, count = self._cache_file(key), len(loader.dataset)
-        if cached is not None and cached.exists():
+        cache_path, count = self._cache_file(key), len(loader.dataset)
+        if cache_path is not None and cache_path.exists():
             try:
-                values = _read(cached, key, count)
+                values = _read(cache_path, key, count)
             except ReferenceFileError as error:
-                self._on_message(f"{cached}: {error}; the values are computed again")
+                self._on_message(f"{cache_path}: {error}; the values are computed again")
             else:
-                self._on_message(f"reference: log-probabilities of {count:,} answers found in the cache ({cached})")
+                self._on_message(f"reference: log-probabilities of {count:,} answers found in the cache ({cache_path})")
                 _write(self._run_folder / _file_name(loader), key, values)
                 return values
         return None
@@ -146,12 +146,12 @@ class Reference:
         if not self._group.world.is_first:
             return values
         key, count, path = self._key(loader), len(loader.dataset), self._run_folder / _file_name(loader)
-        cached = self._cache_file(key)
+        cache_path = self._cache_file(key)
         _write(path, key, values)
-        if cached is not None:
+        if cache_path is not None:
             # Ignore cache errors, because the values are also stored in the run's folder.
             with suppress(OSError):
-                _write(cached, key, values)
+                _write(cache_path, key, values)
         self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, stored in {path}")
         return values
 
@@ -164,22 +164,22 @@ class Reference:
             activity=self._activity,
             collectives=make_collectives(plan.run.world, plan.program.compute_tier),
         )
-        num_passes, size = num_reference_passes(plan, loader), loader.ordered_batch_rows
-        together = plan.run.batch.together(plan.run.batch.num_micro_batches)
-        found: list[float] = []
+        num_passes, num_rows = num_reference_passes(plan, loader), loader.ordered_batch_rows
+        batches_per_pass = plan.run.batch.together(plan.run.batch.num_micro_batches)
+        results: list[float] = []
         self._activity.begin("scoring with the reference", num_parts=passes.num_ticks)
 
-        def batches_from(first: int) -> list[dict[str, Tensor]]:
-            starts = range(first, first + together * size, size)
+        def make_batches(offset: int) -> list[dict[str, Tensor]]:
+            starts = range(offset, offset + batches_per_pass * num_rows, num_rows)
             return [batch for start in starts if (batch := loader.ordered_batch(start)) is not None]
 
-        batches = map(batches_from, range(0, num_passes * together * size, together * size))
-        for of_pass in passes.run(batches, LayerRunner.log_probs, num_passes=num_passes):
-            for logps in of_pass:
-                found += logps
+        batches = map(make_batches, range(0, num_passes * batches_per_pass * num_rows, batches_per_pass * num_rows))
+        for pass_results in passes.run(batches, LayerRunner.log_probs, num_passes=num_passes):
+            for logps in pass_results:
+                results += logps
         self._store.wait_idle()
         loader.dataset.release_pages()
-        values = np.array(found[: len(loader.dataset)], dtype=np.float32)
+        values = np.array(results[: len(loader.dataset)], dtype=np.float32)
         if not np.isfinite(values).all():
             document = int(np.flatnonzero(~np.isfinite(values))[0])
             raise DataError(
@@ -223,9 +223,9 @@ class Reference:
             parts["dora"] = model.lora.use_dora
             if model.lora.adapter_name_or_path is not None:
                 files.append(Path(model.lora.adapter_name_or_path) / ADAPTER_WEIGHTS)
-        memory = None if self._cache is None else TokenCache(self._cache)
+        cache = None if self._cache is None else TokenCache(self._cache)
         self._activity.begin("reading the model for its checksum")
-        parts["files"] = [_file_checksum(file) if memory is None else memory.file_checksum(file) for file in files]
+        parts["files"] = [_file_checksum(file) if cache is None else cache.file_checksum(file) for file in files]
         if model.table.train_from_scratch:
             parts["seed"] = seed
         return checksum(json.dumps(parts, sort_keys=True).encode())
@@ -233,8 +233,8 @@ class Reference:
     # -- a resumed run ---------------------------------------------------------------------------------------------
 
     def _restore(self, loader: BatchLoader, saved_checksums: Mapping[str, str]) -> Logps:
-        wanted = saved_checksums.get(loader.dataset.total_checksum)
-        if wanted is None:
+        saved_checksum = saved_checksums.get(loader.dataset.total_checksum)
+        if saved_checksum is None:
             raise DataError(
                 "data.eval",
                 "these rows are new, but a resumed run no longer has its initial model to compare them with",
@@ -249,35 +249,35 @@ class Reference:
             except ReferenceFileError as error:
                 reasons.append(f"{path}: {error}")
                 continue
-            if checksum(values.view(np.uint8)) == wanted:
+            if checksum(values.view(np.uint8)) == saved_checksum:
                 if path.parent != self._run_folder:
                     _write(self._run_folder / path.name, "", values)
                 return values
             reasons.append(f"{path}: it does not belong to this run's initial model")
-        cached = self._search_cache(loader, wanted)
-        if cached is not None:
-            return cached
+        cached_values = self._search_cache(loader, saved_checksum)
+        if cached_values is not None:
+            return cached_values
         raise DataError(
             str(self._run_folder),
             "; ".join(reasons) or "the reference log-probabilities of the answers are missing",
             "Restore the folder, or start a new run with another output_dir",
         )
 
-    def _search_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
-        """Return the log-probabilities in a cached file with the checksum ``wanted``, or None."""
+    def _search_cache(self, loader: BatchLoader, saved_checksum: str) -> Logps | None:
+        """Return the log-probabilities in a cached file with the checksum ``saved_checksum``, or None."""
         if self._cache is None:
             return None
-        for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_ENDING}")):
+        for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_SUFFIX}")):
             with suppress(ReferenceFileError, OSError):
                 values = _read(path, None, len(loader.dataset))
-                if checksum(values.view(np.uint8)) == wanted:
+                if checksum(values.view(np.uint8)) == saved_checksum:
                     _write(self._run_folder / _file_name(loader), "", values)
                     return values
         return None
 
 
 def _file_name(loader: BatchLoader) -> str:
-    return checksum(loader.dataset.total_checksum.encode()) + _ENDING
+    return checksum(loader.dataset.total_checksum.encode()) + _SUFFIX
 
 
 def _file_checksum(path: Path) -> str:
@@ -295,15 +295,15 @@ def _read(path: Path, key: str | None, count: int) -> Logps:
         ReferenceFileError: The file is damaged, or it belongs to another model or to other rows.
     """
     try:
-        head, _, body = path.read_bytes().partition(b"\n")
-        header = json.loads(head)
+        header_line, _, body = path.read_bytes().partition(b"\n")
+        header = json.loads(header_line)
         values = np.frombuffer(body, dtype=np.float32)
-        is_whole = (
+        is_intact = (
             header["format"] == _FORMAT and header["checksum"] == checksum(body) and header["count"] == len(values)
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReferenceFileError("it cannot be read") from error
-    if not is_whole:
+    if not is_intact:
         raise ReferenceFileError("it is damaged")
     if len(values) != count or (key is not None and header["key"] != key):
         raise ReferenceFileError("it belongs to another model or to other rows")
@@ -315,9 +315,9 @@ def _write(path: Path, key: str, values: Logps) -> None:
     body = values.tobytes()
     header = {"format": _FORMAT, "key": key, "count": len(values), "checksum": checksum(body)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    with partial.open("wb") as file:
+    partial_path = path.with_name(f"{path.name}.{os.getpid()}")
+    with partial_path.open("wb") as file:
         file.write(json.dumps(header).encode() + b"\n" + body)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.replace(partial_path, path)

@@ -15,5 +15,5 @@ __all__ = ["task_class"]
 
 def task_class(name: str) -> type[Task]:
     """Return the class of a task. Only that task's module is imported."""
-    file, _, made = TASK_FACTS[name].class_path.partition(".")
-    return cast("type[Task]", getattr(import_module(f"megatrain.tasks.{file}"), made))
+    module_name, _, class_name = TASK_FACTS[name].class_path.partition(".")
+    return cast("type[Task]", getattr(import_module(f"megatrain.tasks.{module_name}"), class_name))

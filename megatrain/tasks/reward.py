@@ -42,34 +42,34 @@ class RewardMetrics:
     """``MetricAccumulator`` for the rewards of a set's pairs."""
 
     def __init__(self) -> None:
-        self._found: list[npt.NDArray[np.float64]] = []
+        self._results: list[npt.NDArray[np.float64]] = []
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> list[npt.NDArray[np.float64]]:
         """Return the rewards and margins of the pairs in each micro-batch of a pass."""
         outputs = runner.outputs(micro_batches)
         return [rewards(batch, logits) for batch, logits in zip(micro_batches, outputs, strict=True)]
 
-    def add(self, found: list[npt.NDArray[np.float64]]) -> None:
+    def add(self, result: list[npt.NDArray[np.float64]]) -> None:
         """Add the result of ``head`` for one pass."""
-        self._found += found
+        self._results += result
 
     def compute(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetMetrics:
         """Return the loss over the pairs of all ranks, without the centering term, and TRL's metrics."""
-        found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
-        chosen, rejected, margins = found
+        results = np.concatenate([piece for rank_results in gather(self._results) for piece in rank_results], axis=1)
+        chosen, rejected, margins = results
         count = len(chosen)
         if not count:
             return SetMetrics(math.nan, 0)
         difference = torch.from_numpy(chosen - rejected - margins)
         losses = -torch.nn.functional.logsigmoid(difference)
-        both = np.concatenate([chosen, rejected])
+        all_rewards = np.concatenate([chosen, rejected])
         # Use exact sums, so that results do not depend on the order of the terms or on the number of ranks.
         metrics = {
             "accuracy": int((chosen > rejected).sum()) / count,
             "margin": math.fsum((chosen - rejected).tolist()) / count,
-            "mean_reward": math.fsum(both.tolist()) / len(both),
-            "min_reward": float(both.min()),
-            "max_reward": float(both.max()),
+            "mean_reward": math.fsum(all_rewards.tolist()) / len(all_rewards),
+            "min_reward": float(all_rewards.min()),
+            "max_reward": float(all_rewards.max()),
         }
         return SetMetrics(math.fsum(losses.tolist()) / count, count, metrics)
 
@@ -82,6 +82,6 @@ def rewards(batch: Mapping[str, torch.Tensor], logits: torch.Tensor) -> npt.NDAr
         logits: Rewards, ``(2 P, 1)``. All chosen texts come first, then all rejected texts.
     """
     half = len(logits) // 2
-    is_there = batch["labels"][:half, 1] != IGNORED_LABEL
-    found = torch.stack([*logits.squeeze(-1).double().chunk(2), batch[MARGIN].double()])
-    return found[:, is_there].numpy()
+    is_present = batch["labels"][:half, 1] != IGNORED_LABEL
+    values = torch.stack([*logits.squeeze(-1).double().chunk(2), batch[MARGIN].double()])
+    return values[:, is_present].numpy()

@@ -153,8 +153,8 @@ class Refusal:
         """Return the problem that a value of this key has in a config with this task, or None if it is allowed."""
         if value in self.allowed:
             return None
-        shown = "" if isinstance(value, Table) else format_value(value)
-        message = self.message.format(key=self.key, value=shown, task=f'task = "{task}"')
+        value_text = "" if isinstance(value, Table) else format_value(value)
+        message = self.message.format(key=self.key, value=value_text, task=f'task = "{task}"')
         return Problem(self.key, message, self.remedy)
 
 

@@ -52,7 +52,7 @@ class MetricAccumulator(Protocol):
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> Any:
         """Run the layers for one pass, and return the result for ``add``."""
 
-    def add(self, found: Any) -> None:
+    def add(self, result: Any) -> None:
         """Add the result of ``head`` for one pass."""
 
     def compute(self, gather: Gather[Any]) -> SetMetrics:
@@ -97,13 +97,13 @@ class Task(Protocol):
     """The training task of a run.
 
     Args:
-        loss: Loss of the steps, from ``loss_of``.
+        loss: Loss of the steps, from ``make_loss``.
     """
 
     def __init__(self, loss: Loss) -> None: ...
 
     @staticmethod
-    def loss_of(training: TrainingConfig, table: Any) -> Loss:
+    def make_loss(training: TrainingConfig, table: Any) -> Loss:
         """Return the loss that a run's steps minimize.
 
         Args:

@@ -25,7 +25,7 @@ class TextTask:
         pass
 
     @staticmethod
-    def loss_of(training: TrainingConfig, table: Any) -> Loss:
+    def make_loss(training: TrainingConfig, table: Any) -> Loss:
         """Return cross entropy, with the config's label smoothing and z-loss."""
         return CrossEntropy(training.label_smoothing_factor, training.z_loss)
 
@@ -54,15 +54,15 @@ class MeanLoss:
         """Return the summed loss of one pass."""
         return runner.evaluate(micro_batches)
 
-    def add(self, found: SummedLoss) -> None:
+    def add(self, result: SummedLoss) -> None:
         """Add the result of ``head`` for one pass."""
-        self._terms += found.terms
-        self._num_tokens += found.num_tokens
+        self._terms += result.terms
+        self._num_tokens += result.num_tokens
 
     def compute(self, gather: Gather[tuple[list[float], int]]) -> SetMetrics:
         """Return the mean loss over the tokens of all ranks."""
-        found = gather((self._terms, self._num_tokens))
-        terms = [term for of_rank, _ in found for term in of_rank]
-        num_tokens = sum(count for _, count in found)
+        results = gather((self._terms, self._num_tokens))
+        terms = [term for rank_terms, _ in results for term in rank_terms]
+        num_tokens = sum(count for _, count in results)
         # Use an exact sum, so that the result does not depend on the order of the terms or on the number of ranks.
         return SetMetrics(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)

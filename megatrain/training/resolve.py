@@ -62,7 +62,7 @@ def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
     device = machine.resolve_device(config.device)
     tiers = resolve_tiers(config, machine)
     training = config.training
-    loss = task_class(config.task).loss_of(training, config.task_table)
+    loss = task_class(config.task).make_loss(training, config.task_table)
     return RunSpec(
         name=config.run_name,
         task=config.task,
@@ -218,7 +218,7 @@ def resolve_best(config: RunConfig) -> BestSpec:
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, is_greater = table.metric_for_best_model, table.greater_is_better
     sets = [HELD_OUT_NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
-    averages = [f"{evaluations.name_of(name, 'average')}_" for name in sets]
+    averages = [f"{evaluations.evaluation_name(name, 'average')}_" for name in sets]
     return BestSpec(
         metric,
         is_greater_better=not metric.endswith(("loss", "perplexity")) if is_greater is None else is_greater,

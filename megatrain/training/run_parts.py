@@ -117,7 +117,7 @@ def load_parts(
             steps_per_epoch=preparation.loader.steps_per_epoch,
             max_steps=state.max_steps,
             should_stop=consensus.agree_to_stop,
-            before=evaluations,
+            resumed_evaluations=evaluations,
             plans=preparation.evaluation_plans,
             samplers=preparation.samplers,
         )
