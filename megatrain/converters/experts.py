@@ -58,7 +58,7 @@ class ExpertsInParts(ModelConverter):
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> ExpertsInParts | None:
-        """Return a converter if the config lets experts be split."""
+        """Return a converter if the config enables the splitting of experts."""
         return cls() if settings.table.split_experts else None
 
     def convert(self, model: PreTrainedModel) -> None:
@@ -121,7 +121,7 @@ class ExpertsPart(nn.Module):
         """All parts of the layer, in the order in which they are called."""
         return self._siblings
 
-    # In these methods, `arguments` are those that ``forward`` gets. The second one holds each token's chosen experts.
+    # In these methods, `arguments` are the arguments of ``forward``. The second one holds each token's chosen experts.
 
     def has_routing(self, arguments: Sequence[Any]) -> bool:
         """Return whether the chosen experts of a call are known. In a trace they are not."""

@@ -197,17 +197,17 @@ class RowEncoder:
         """Render a conversation, and insert its image tokens. Raises RowError."""
         renderer = self._renderer
         try:
-            plain_text = renderer.render(row.messages, row.where, tools=row.tools)
+            plain_text = renderer.render(row.messages, row.location, tools=row.tools)
         except RowError as error:
             if not any(message.get("tool_calls") for message in row.messages):
                 raise
             try:  # some chat templates expect the arguments of tool calls as a JSON string
                 row = replace(row, messages=arguments_to_text(row.messages))
-                plain_text = renderer.render(row.messages, row.where, tools=row.tools)
+                plain_text = renderer.render(row.messages, row.location, tools=row.tools)
             except RowError:
                 raise error from None
         text, image_spans, images = self._insert_images(row, plain_text)
-        omitted_fields = renderer.find_omitted_fields(row.messages, plain_text, row.where, row.tools)
+        omitted_fields = renderer.find_omitted_fields(row.messages, plain_text, row.location, row.tools)
         return _RenderedRow(row, plain_text, text, image_spans, images, omitted_fields)
 
     def _find_special_tokens(self, text: str) -> tuple[str, ...]:
@@ -218,14 +218,14 @@ class RowEncoder:
         if self._image_processor is None:
             if row.images:
                 raise RowError(
-                    row.where,
+                    row.location,
                     "the row has images, but the run does not read images",
                     'Use an image-text model and set model.images = "frozen", or remove the row',
                     reason='a row has images, but the run does not read images (model.images = "off")',
                 )
             return text, (), ()
         refs = tuple(image.ref() for image in row.images)
-        return *self._image_processor.insert(text, refs, row.where), refs
+        return *self._image_processor.insert(text, refs, row.location), refs
 
     def _tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=add_special, verbose=False)["input_ids"]
@@ -265,13 +265,12 @@ class RowEncoder:
         ):
             decoded = self._decode(tokens[split:])
             raise RowError(
-                row.where,
+                row.location,
                 f"the tokens of `completion` decode to {_shorten(decoded)}, but the row has {_shorten(row.completion)}",
                 "The tokenizer changes this text; remove the row",
                 reason="the tokens of `completion` do not decode to its text",
             )
-        train_prompt = self._train_on == "all"
-        trained = [train_prompt] * split + [True] * (len(tokens) - split)
+        trained = [self._train_on == "all"] * split + [True] * (len(tokens) - split)
         tokens = self._append_eos(tokens)
         return _make_row(tokens, [*trained, True][: len(tokens)])
 
@@ -302,12 +301,12 @@ class RowEncoder:
         if train_all and not turns:
             return _make_row(tokens, [True] * len(tokens))
         # Search the text without image tokens, because the search renders the template many times.
-        spans = self._renderer.find_assistant_spans(row.messages, rendered.plain_text, row.where, turns, row.tools)
+        spans = self._renderer.find_assistant_spans(row.messages, rendered.plain_text, row.location, turns, row.tools)
         spans = {index: _shift_span(span, rendered.image_spans) for index, span in spans.items()}
         trained = [train_all] * len(tokens)
         for span in spans.values():
             if isinstance(span, MessageSpan):
-                for token_index in self._find_span_tokens(span, text, offsets, tokens, row.where):
+                for token_index in self._find_span_tokens(span, text, offsets, tokens, row.location):
                     trained[token_index] = not train_all
         reasons = {index: reason for index, reason in spans.items() if isinstance(reason, str)}
         if any(name.endswith("tool_calls") for name in rendered.omitted_fields):
@@ -318,7 +317,7 @@ class RowEncoder:
             index, reason = failures[0]
             is_lost_call = reason in (OMITTED_CALLS, PARTIAL_CALLS)
             raise RowError(
-                row.where,
+                row.location,
                 f"message {index + 1} cannot be separated from the rest: {reason}",
                 "Set model.chat_template to a template with tools" if is_lost_call else REMEDY,
                 reason=f"no turn of the assistant can be separated from the rest: {reason}",
@@ -347,7 +346,7 @@ class RowEncoder:
         return [i for i in turns if row.flags[i] or (row.flags[i] is None and i in default_turns)]
 
     def _find_span_tokens(
-        self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], where: str
+        self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], location: str
     ) -> range:
         """Return the indices of a span's tokens and end-of-turn token. Verify that they decode to the span's text.
 
@@ -359,20 +358,20 @@ class RowEncoder:
             start, end = offsets[i]
             if text[start : span.start].strip() or text[span.end : end].strip():
                 raise RowError(
-                    where,
+                    location,
                     f"the token {text[start:end]!r} contains text of both the assistant and the chat template",
                     "Use a template that puts a special token or white space between them",
                     reason="a token contains text of both the assistant and the chat template",
                 )
         if not indices and text[span.start : span.end].strip():
-            raise RowError(where, f"no token contains the assistant's text in message {span.message + 1}")
+            raise RowError(location, f"no token contains the assistant's text in message {span.message + 1}")
         for is_special, group in itertools.groupby(indices, key=lambda i: tokens[i] in self._end_ids):
             part = list(group)
             decoded = self._decode([tokens[i] for i in part])
             original = text[offsets[part[0]][0] : offsets[part[-1]][1]]
             if not is_special and not self._is_same_fragment(decoded, original):
                 raise RowError(
-                    where,
+                    location,
                     f"the trained tokens decode to {_shorten(decoded)}, but the assistant wrote {_shorten(original)}",
                     "The tokenizer changes this text; remove the row",
                     reason="the trained tokens do not decode to what the assistant wrote",
@@ -457,7 +456,7 @@ def _check_unicode(row: PlainRow | RowError, row_text: _RowText | RowError) -> _
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(error.object[error.start]):04x}"
         problem = f"the text contains a lone surrogate ({surrogate}), which is half of a character"
-        return RowError(row.where, problem, reason="the text contains a lone surrogate")
+        return RowError(row.location, problem, reason="the text contains a lone surrogate")
     return row_text
 
 

@@ -186,12 +186,12 @@ def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
     return on_rows
 
 
-def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
+def check_id_range(dataset: TokenDataset, num_embeddings: int, *, location: str) -> None:
     """Check that the model's input embedding has a row for every token id.
 
     Args:
         num_embeddings: Number of rows in the input embedding.
-        where: Path of the tokenizer, for the error message.
+        location: Path of the tokenizer, for the error message.
 
     Raises:
         DataError: A token id has no embedding.
@@ -199,7 +199,7 @@ def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) ->
     largest_id = dataset.largest_id
     if largest_id >= num_embeddings:
         raise DataError(
-            where,
+            location,
             f"this tokenizer produces the token id {largest_id}, but the model has only {num_embeddings} embeddings "
             "(vocab_size)",
             "Use the model's own tokenizer",

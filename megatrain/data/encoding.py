@@ -252,7 +252,7 @@ class Encoder:
                 if isinstance(row, RowError):
                     texts.append([row])
                 else:
-                    self.counts.record("unread", row.unread_columns, row.where)
+                    self.counts.record("unread", row.unread_columns, row.location)
                     texts.append(self._options.kind.texts_of(row))
             encoded = self._encoder.encode_many(list(itertools.chain.from_iterable(texts)))
             for row, row_texts in zip(batch, texts, strict=True):
@@ -269,13 +269,14 @@ class Encoder:
             assert error is not None, row
             self._drop(error, texts)
             return
-        self.counts.record("left_out", dict.fromkeys(name for text in texts for name in text.omitted_fields), row.where)
+        omitted_fields = dict.fromkeys(name for text in texts for name in text.omitted_fields)
+        self.counts.record("left_out", omitted_fields, row.location)
         special_tokens = dict.fromkeys(name for text in texts for name in text.special_tokens)
-        self.counts.record("special_tokens", special_tokens, row.where)
+        self.counts.record("special_tokens", special_tokens, row.location)
         if any(text.is_text for text in texts):
             assert not self._options.kind.num_values, "pieces of plain text have no stored values"
             (text,) = texts
-            self._add_text(text, row.where)
+            self._add_text(text, row.location)
         elif kept_texts := self._fit_texts(row, texts):
             self._examples.append((row, kept_texts))
 
@@ -288,7 +289,7 @@ class Encoder:
             return []
         if longest_length > max_length and options.overlong == "error":
             raise DataError(
-                row.where,
+                row.location,
                 f"{longest_length} tokens are more than data.max_length = {max_length}",
                 'Raise it, or set overlong = "truncate" or "drop"',
             )
@@ -296,7 +297,7 @@ class Encoder:
         if options.overlong == "truncate" and any(span.start < max_length < span.stop for span in spans):
             problem = f"data.max_length = {max_length} would truncate it within an image"
             reason = "data.max_length would truncate it within an image"
-            self._drop(RowError(row.where, problem, "Raise it, or make the images smaller", reason=reason), texts)
+            self._drop(RowError(row.location, problem, "Raise it, or make the images smaller", reason=reason), texts)
             return []
         kept_texts = [_truncate(text, max_length) for text in texts]
         num_before, num_kept = (sum(len(text.tokens) for text in group) for group in (texts, kept_texts))
@@ -311,11 +312,11 @@ class Encoder:
             counts.num_truncated += 1
         if all(any(text.trained) for text in kept_texts):
             for text in texts:
-                self.counts.add_turns(text.num_turns, text.untrained_turns, row.where)
+                self.counts.add_turns(text.num_turns, text.untrained_turns, row.location)
             return kept_texts
         counts.num_rows_lost += num_kept == num_before  # truncated rows were already counted above
         counts.num_tokens_lost += num_kept
-        self._count_untrained(row.where)
+        self._count_untrained(row.location)
         return []
 
     def _drop(self, error: RowError, texts: Sequence[TokenizedRow]) -> None:
@@ -332,19 +333,20 @@ class Encoder:
         for document in documents:
             self._writer.add(document)
 
-    def _count_untrained(self, where: str) -> None:
+    def _count_untrained(self, location: str) -> None:
         if self._options.bad_rows == "error":
-            raise RowError(where, "no token of this row would be trained", "Fix or remove the row, or raise max_length")
-        self.counts.count_untrained(where)
+            problem = "no token of this row would be trained"
+            raise RowError(location, problem, "Fix or remove the row, or raise max_length")
+        self.counts.count_untrained(location)
 
-    def _add_text(self, text: TokenizedRow, where: str) -> None:
+    def _add_text(self, text: TokenizedRow, location: str) -> None:
         self._add_pieces(self._cutter.cut(text))
         self._text_has_document |= self._options.join_texts and bool(text.tokens)
         if text.is_end:
             self.counts.total.num_rows += 1
             if not self._text_has_document:
                 self.counts.total.num_rows_lost += 1
-                self._count_untrained(where)
+                self._count_untrained(location)
             self._text_has_document = False
 
     def end_source(self) -> None:

@@ -138,7 +138,7 @@ def _select_split(folder: Path, files: list[Path], split: str | None) -> list[Pa
 
 
 def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) for each row of a file that is not a .txt file. The values are not validated.
+    """Yield (location, value) for each row of a file that is not a .txt file. The values are not validated.
 
     Args:
         json_key: Dotted key of the list of rows in a .json file that contains one object. None to search for the list,
@@ -224,7 +224,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) for each line of a stream, starting at row ``start``. Empty lines are not counted as rows.
+    """Yield (location, value) for each line of a stream, starting at row ``start``. Empty lines do not count as rows.
 
     Raises:
         DataError: A line is damaged or too long.
@@ -232,32 +232,33 @@ def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[s
     """
     row = 0
     for line_number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
-        where = f"{name} line {line_number}"
+        location = f"{name} line {line_number}"
         if len(raw) > MAX_ROW_BYTES:
-            raise size_error(where)
+            raise size_error(location)
         try:
             line = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 text (byte {error.start} of the line)"
-            raise DataError(where, problem, "Convert it to UTF-8") from None
+            raise DataError(location, problem, "Convert it to UTF-8") from None
         if line.strip():
             row += 1
             if row > start:
-                yield where, _parse_line(line, where)
+                yield location, _parse_line(line, location)
 
 
-def _parse_line(line: str, where: str) -> Any:
+def _parse_line(line: str, location: str) -> Any:
     try:
         return json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         start = line.strip()[:40]
         if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
-            raise DataError(where, "this is a JSON list, not one object per line", "Rename the file to .json") from None
+            problem = "this is a JSON list, not one object per line"
+            raise DataError(location, problem, "Rename the file to .json") from None
         if start == "{":
             advice = "Write one object per line (jq -c . FILE), or a list of objects in a .json file"
-            raise DataError(where, "the object spans several lines", advice) from None
+            raise DataError(location, "the object spans several lines", advice) from None
         raise DataError(
-            where, f"broken JSON {_describe_parse_error(error)}. The line begins: {start}", "Fix or remove the line"
+            location, f"broken JSON {_describe_parse_error(error)}. The line begins: {start}", "Fix or remove the line"
         ) from None
 
 
@@ -293,8 +294,8 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and text.lstrip().startswith("{"):
             yield from _json_lines(file)
             return
-        where = f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
-        raise DataError(where, f"broken JSON {_describe_parse_error(error)}", "Fix the file") from None
+        location = f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
+        raise DataError(location, f"broken JSON {_describe_parse_error(error)}", "Fix the file") from None
     for row_number, value in enumerate(_find_rows(file, rows, json_key), start=1):
         yield f"{file} row {row_number}", value
 
@@ -342,16 +343,16 @@ def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[st
             if duplicates:
                 raise DataError(f"{file} line 1", f"the column `{duplicates[0]}` occurs twice", "Rename or remove one")
             for row_number, cells in enumerate(reader, start=1):
-                where = f"{file} row {row_number}"
+                location = f"{file} row {row_number}"
                 if not any(cells):
                     continue
                 if len(cells) != len(header):
                     raise DataError(
-                        f"{where} (line {reader.line_num})",
+                        f"{location} (line {reader.line_num})",
                         f"{len(cells)} cells for {len(header)} columns (separator: {_SEPARATOR_NAMES[separator]})",
                         "Put cells that contain the separator or a line break in double quotes",
                     )
-                yield where, dict(zip(header, cells, strict=True))
+                yield location, dict(zip(header, cells, strict=True))
         except UnicodeDecodeError as error:
             raise _utf8_error(file, error) from None
         except csv.Error as error:
@@ -494,8 +495,8 @@ def _count_bytes(rows: Any) -> int:
     return int(rows.nbytes)
 
 
-def size_error(where: str) -> DataError:
-    return DataError(where, f"the row has more than {format_size(MAX_ROW_BYTES)}", "Split or remove the row")
+def size_error(location: str) -> DataError:
+    return DataError(location, f"the row has more than {format_size(MAX_ROW_BYTES)}", "Split or remove the row")
 
 
 def _arrow_values(file: Path) -> Iterator[dict[str, Any]]:
@@ -516,12 +517,12 @@ def _arrow_values(file: Path) -> Iterator[dict[str, Any]]:
             row_number += batch.num_rows
 
 
-def import_pyarrow(where: str, feature: str) -> Any:
+def import_pyarrow(location: str, feature: str) -> Any:
     """Import and return pyarrow with its readers. Raises DataError if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise DataError(where, f"{feature} need pyarrow", f"Install the data extra: {PIP_COMMAND}") from None
+        raise DataError(location, f"{feature} need pyarrow", f"Install the data extra: {PIP_COMMAND}") from None
     return pyarrow

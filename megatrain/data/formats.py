@@ -33,12 +33,12 @@ class DataRow:
     """One row of a data file.
 
     Attributes:
-        where: File and row, for messages.
+        location: File and row, for messages.
         unread_columns: Columns of the row that its format does not read.
     """
 
     __slots__ = ()
-    where: str
+    location: str
     unread_columns: tuple[str, ...]
 
     #: Names of the attributes whose lengths add up to the row's number of characters.
@@ -64,7 +64,7 @@ class Conversation(DataRow):
 
     title: ClassVar[str] = "conversation"
     messages: tuple[Mapping[str, Any], ...]
-    where: str
+    location: str
     loss_start: int = 0
     tools: tuple[Mapping[str, Any], ...] | None = None
     flags: tuple[bool | None, ...] = ()
@@ -85,7 +85,7 @@ class PromptCompletion(DataRow):
     length_fields: ClassVar[tuple[str, ...]] = ("prompt", "completion")
     prompt: str
     completion: str
-    where: str
+    location: str
     unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -101,7 +101,7 @@ class Document(DataRow):
     title: ClassVar[str] = "text"
     length_fields: ClassVar[tuple[str, ...]] = ("text",)
     text: str
-    where: str
+    location: str
     is_start: bool = True
     is_end: bool = True
     unread_columns: tuple[str, ...] = field(default=(), compare=False)
@@ -119,7 +119,7 @@ class Tokenized(DataRow):
     length_fields: ClassVar[tuple[str, ...]] = ("tokens",)
     tokens: tuple[int, ...]
     trained: tuple[bool, ...] | None
-    where: str
+    location: str
     unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -133,14 +133,14 @@ class RowFields:
 
     Attributes:
         value: Values of the row by column name.
-        where: File and row, for error messages.
+        location: File and row, for error messages.
         names: Column name of each field.
         columns: The config's ``columns``. It also maps the names of fields in messages.
         folder: Base folder for relative image paths.
     """
 
     value: Mapping[str, Any]
-    where: str
+    location: str
     names: dict[str, str]
     columns: Mapping[str, str]
     folder: Path = Path()
@@ -161,15 +161,15 @@ class RowFields:
 
     def text(self, field: str) -> str:
         """Return a field's text. Raises RowError if the value is not text."""
-        return require_text(self[field], self.where, self.name(field))
+        return require_text(self[field], self.location, self.name(field))
 
     def messages(self, field: str, images: RowImages) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
         """Return a field's messages and flags, as ``read_messages`` does."""
-        return read_messages(self[field], self.where, self.name(field), self.columns, images)
+        return read_messages(self[field], self.location, self.name(field), self.columns, images)
 
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
         """Return the tools that the assistant can call, or None."""
-        return read_tools(self.get("tools"), self.where)
+        return read_tools(self.get("tools"), self.location)
 
     def images(self) -> RowImages:
         """Return a new :class:`RowImages` with the images of the row's ``images`` or ``image`` column."""
@@ -191,7 +191,6 @@ class RowReader:
         name: Value of ``format`` in a config.
         title: Description of the rows and of their treatment, for comments in a generated config.
         read: Function that parses a row. Raises RowError, or DataError if fields are missing.
-        required: Required fields.
         alternatives: Fields of which a row must have at least one. Empty if there is no such requirement.
         fields: Optional fields that the reader uses, or None for all known fields.
     """
@@ -221,13 +220,13 @@ class RowReader:
 
 
 def read_row(
-    value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
+    value: object, location: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> tuple[str, DataRow]:
     """Parse a row. Return the name of its format and the parsed row.
 
     Args:
         value: The row, as a mapping.
-        where: File and row, for error messages.
+        location: File and row, for error messages.
         format: Format of the row, or "auto" to detect it from the column names. Column names without an exact match are
             compared without case and surrounding spaces.
         columns: Column name of each field. A dotted name refers to a field inside an object.
@@ -240,25 +239,25 @@ def read_row(
     if not isinstance(value, Mapping) or not value:
         rule = "a row must be an object with fields"
         hint = "; a list of rows must be in a .json file" if isinstance(value, list) else ""
-        raise RowError(where, f"{rule}, not {type_name(value)}", f"Fix or remove the row{hint}", reason=rule)
+        raise RowError(location, f"{rule}, not {type_name(value)}", f"Fix or remove the row{hint}", reason=rule)
     if isinstance(format, RowReader):
         readers = [format]
     else:
         readers = list(READERS.values()) if format == "auto" else [READERS[format]]
     names = _map_fields(columns, is_alpaca=format == "alpaca", is_auto=format == "auto")
     row_value = _rename_columns(value, names, columns, readers)
-    reader = _detect_reader(row_value, names, where, columns, readers) if format == "auto" else readers[0]
-    fields = RowFields(row_value, where, names, columns, folder)
+    reader = _detect_reader(row_value, names, location, columns, readers) if format == "auto" else readers[0]
+    fields = RowFields(row_value, location, names, columns, folder)
     if reader.read is _read_conversation:
         _name_messages(fields, reader.required[0])
     for required_field in reader.required:
         if required_field not in fields:
             if error_parts := explain_preferences(row_value):
-                raise DataError(where, *error_parts)
+                raise DataError(location, *error_parts)
             if error_parts := find_absent_column(row_value, columns):
-                raise DataError(where, *error_parts)
+                raise DataError(location, *error_parts)
             problem = f"no field `{fields.name(required_field)}`; the row has {field_names(row_value)}"
-            raise DataError(where, problem, guess_columns(row_value, where))
+            raise DataError(location, problem, guess_columns(row_value, location))
     row = reader.read(fields)
     unread_columns = reader.find_unread_columns(row, fields)
     return reader.name, replace(cast("Any", row), unread_columns=unread_columns) if unread_columns else row
@@ -337,18 +336,19 @@ def _get_nested(value: object, keys: Sequence[str]) -> object:
 def _detect_reader(
     value: Mapping[str, Any],
     names: Mapping[str, str],
-    where: str,
+    location: str,
     columns: Mapping[str, str],
     readers: Sequence[RowReader],
 ) -> RowReader:
     if error_parts := explain_preferences(value):
-        raise DataError(where, *error_parts)
+        raise DataError(location, *error_parts)
     reader = next((reader for reader in readers if reader.matches(value, names)), None)
     if reader is not None:
         return reader
     if error_parts := find_absent_column(value, columns):
-        raise DataError(where, *error_parts)
-    raise DataError(where, f"no known field ({_NAMES}); the row has {field_names(value)}", guess_columns(value, where))
+        raise DataError(location, *error_parts)
+    problem = f"no known field ({_NAMES}); the row has {field_names(value)}"
+    raise DataError(location, problem, guess_columns(value, location))
 
 
 def explain_preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -383,7 +383,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
     return 'format = "messages" and columns = { messages = "chosen" } under this [[data.train]]'
 
 
-def guess_columns(value: Mapping[str, Any], where: str) -> str:
+def guess_columns(value: Mapping[str, Any], location: str) -> str:
     """Return advice for a row with unknown column names, guessed from its column names and values."""
     if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
@@ -396,7 +396,7 @@ def guess_columns(value: Mapping[str, Any], where: str) -> str:
         next((paths[n] for n in names if n in paths), None) for names in (_PROMPT_NAMES, _ANSWER_NAMES, _TEXT_NAMES)
     )
     header_hint = (
-        ". The first line of the file must name its columns" if re.search(r"\.[ct]sv(\.gz)? row \d+$", where) else ""
+        ". The first line of the file must name its columns" if re.search(r"\.[ct]sv(\.gz)? row \d+$", location) else ""
     )
     if prompt and not answer:
         lists = [f"`{n}`" for n, cell in value.items() if isinstance(cell, list)]
@@ -431,10 +431,10 @@ def _iter_texts(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield from _iter_texts(child, f"{prefix}{name}.")
 
 
-def require_text(value: object, where: str, name: str) -> str:
+def require_text(value: object, location: str, name: str) -> str:
     """Return the value if it is text. Raises RowError if it is not text."""
     if not isinstance(value, str):
-        raise RowError(where, f"`{name}` must be text, not {type_name(value)}")
+        raise RowError(location, f"`{name}` must be text, not {type_name(value)}")
     return value
 
 
@@ -455,14 +455,15 @@ def _make_conversation(
 ) -> Conversation:
     flags = flags if any(flag is not None for flag in flags) else ()
     tools = fields.tools()
-    return Conversation(messages, fields.where, loss_start, tools, flags, images.match(fields.folder, fields.where))
+    row_images = images.match(fields.folder, fields.location)
+    return Conversation(messages, fields.location, loss_start, tools, flags, row_images)
 
 
 def _read_alpaca(fields: RowFields) -> Conversation:
     """Convert an Alpaca row to a chat. Instruction and input become the user's turn, output the assistant's turn."""
     images = fields.images()
     messages = instruction_messages(fields, images)
-    answer = {"role": "assistant", "content": images.mark(fields.text("output"), fields.where)}
+    answer = {"role": "assistant", "content": images.mark(fields.text("output"), fields.location)}
     return _make_conversation(fields, (*messages, answer), (), images)
 
 
@@ -475,20 +476,20 @@ def instruction_messages(fields: RowFields, images: RowImages) -> tuple[dict[str
     messages: list[dict[str, str]] = []
     if optional_text("system").strip():
         messages.append({"role": "system", "content": optional_text("system")})
-    name, where = fields.names["history"], fields.where
+    name, location = fields.names["history"], fields.location
     history = fields.get("history")
-    history = parse_inner_json(history, where, name) if history else []
+    history = parse_inner_json(history, location, name) if history else []
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise RowError(where, f"`{name}` must be a list of pairs (question, answer)")
+            raise RowError(location, f"`{name}` must be a list of pairs (question, answer)")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     question = "\n".join(text for text in (fields.text("instruction"), optional_text("input")) if text.strip())
     messages.append({"role": "user", "content": question})
-    return tuple({**message, "content": images.mark(message["content"], where)} for message in messages)
+    return tuple({**message, "content": images.mark(message["content"], location)} for message in messages)
 
 
 def _read_text(fields: RowFields) -> Document:
-    return Document(fields.text("text"), fields.where)
+    return Document(fields.text("text"), fields.location)
 
 
 def _read_prompt_completion(fields: RowFields) -> Conversation | PromptCompletion:
@@ -497,56 +498,56 @@ def _read_prompt_completion(fields: RowFields) -> Conversation | PromptCompletio
         prompt, prompt_flags = fields.messages("prompt", images)
         answer, answer_flags = fields.messages("completion", images)
         return _make_conversation(fields, (*prompt, *answer), (*prompt_flags, *answer_flags), images, len(prompt))
-    return PromptCompletion(fields.text("prompt"), fields.text("completion"), fields.where)
+    return PromptCompletion(fields.text("prompt"), fields.text("completion"), fields.location)
 
 
 def _read_tokenized(fields: RowFields) -> Tokenized:
     """Return the tokens without padding. ``labels`` of -100 or a ``loss_mask`` of 0 exclude a token from the loss."""
-    where, names = fields.where, fields.names
-    tokens = _read_integers(fields["input_ids"], where, names["input_ids"])
+    location, names = fields.location, fields.names
+    tokens = _read_integers(fields["input_ids"], location, names["input_ids"])
     if any(token < 0 for token in tokens):
         raise RowError(
-            where, f"`{names['input_ids']}` contains a negative token id", "Remove it; attention_mask marks padding"
+            location, f"`{names['input_ids']}` contains a negative token id", "Remove it; attention_mask marks padding"
         )
     kept_range = range(len(tokens))
     trained: tuple[bool, ...] | None = None
     for name in ("labels", "loss_mask", "attention_mask"):
         if fields.get(name) is None:
             continue
-        numbers = _read_integers(fields[name], where, names[name])
+        numbers = _read_integers(fields[name], location, names[name])
         if len(numbers) != len(tokens):
             raise RowError(
-                where,
+                location,
                 f"`{names[name]}` has {len(numbers)} numbers for {len(tokens)} tokens",
                 reason=f"`{names[name]}` and the tokens have different lengths",
             )
         if name == "attention_mask":
-            kept_range = range(*_attended_range(numbers, where, names[name]))
+            kept_range = range(*_attended_range(numbers, location, names[name]))
             continue
         mask = tuple(number != (IGNORED_LABEL if name == "labels" else 0) for number in numbers)
         if name == "labels" and any(new and a != b for new, a, b in zip(mask, numbers, tokens, strict=True)):
             raise RowError(
-                where,
+                location,
                 f"`{names[name]}` has a value that is neither the token at its position nor {IGNORED_LABEL}",
                 "Do not shift the labels: the loss compares each token with the prediction before it",
             )
         trained = mask if trained is None else tuple(a and b for a, b in zip(trained, mask, strict=True))
     span = slice(kept_range.start, kept_range.stop)
-    return Tokenized(tokens[span], None if trained is None else trained[span], where)
+    return Tokenized(tokens[span], None if trained is None else trained[span], location)
 
 
-def _read_integers(value: object, where: str, name: str) -> tuple[int, ...]:
+def _read_integers(value: object, location: str, name: str) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(n) in (int, bool) for n in value):
-        raise RowError(where, f"`{name}` must be a list of whole numbers, not {type_name(value)}")
+        raise RowError(location, f"`{name}` must be a list of whole numbers, not {type_name(value)}")
     return tuple(map(int, value))
 
 
-def _attended_range(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
+def _attended_range(mask: Sequence[int], location: str, name: str) -> tuple[int, int]:
     """Return the start and end of a mask's ones. Raises RowError if the ones are not contiguous."""
     start = next((index for index, number in enumerate(mask) if number), len(mask))
     stop = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
     if not all(mask[start:stop]):
-        raise RowError(where, f"`{name}` has zeros in the middle", "Put padding at the ends only")
+        raise RowError(location, f"`{name}` has zeros in the middle", "Put padding at the ends only")
     return (start, stop) if start < stop else (0, 0)
 
 

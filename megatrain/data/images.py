@@ -46,22 +46,22 @@ class ImageRef:
     """Reference to one of a row's images.
 
     Attributes:
-        where: Path of the image file, or location of the row that contains the image.
+        location: Path of the image file, or location of the row that contains the image.
         checksum: Checksum of the image's bytes.
         content: The image's bytes if the row contains them, or None if they are in a file.
     """
 
-    where: str
+    location: str
     checksum: str
     content: bytes | None = None
 
     @classmethod
-    def from_value(cls, value: object, folder: Path, where: str) -> ImageRef:
+    def from_value(cls, value: object, folder: Path, location: str) -> ImageRef:
         """Return a reference to an image, which is a path, a `file:` or `data:` URL, bytes, or a mapping of these.
 
         Args:
             folder: Base folder for relative paths, which is the data file's folder.
-            where: File and row, for error messages.
+            location: File and row, for error messages.
 
         Raises:
             RowError: The value has an unsupported type, or the file cannot be read.
@@ -69,20 +69,20 @@ class ImageRef:
         if isinstance(value, Mapping):  # the datasets library and chat messages store images as mappings
             values = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
             if not values:
-                raise RowError(where, "an image has neither bytes nor a path", "Fix or remove the row")
+                raise RowError(location, "an image has neither bytes nor a path", "Fix or remove the row")
             if value.get("base64") is not None and len(values) == 1:
-                return cls._from_base64(str(values[0]), where)
-            return cls.from_value(values[0], folder, where)
+                return cls._from_base64(str(values[0]), location)
+            return cls.from_value(values[0], folder, location)
         if isinstance(value, bytes):
-            return cls(where, xxhash.xxh3_64_hexdigest(value), value)
+            return cls(location, xxhash.xxh3_64_hexdigest(value), value)
         if not isinstance(value, str) or not value:
-            raise RowError(where, f"an image must be a path or its bytes, not {type(value).__name__}")
+            raise RowError(location, f"an image must be a path or its bytes, not {type(value).__name__}")
         if value.startswith("data:"):
-            return cls._from_base64(value.partition(",")[2], where)
+            return cls._from_base64(value.partition(",")[2], location)
         address = urlparse(value)
         if address.scheme in ("http", "https"):
             raise RowError(
-                where,
+                location,
                 f"the image {value[:80]} is on another machine, and images are not fetched",
                 "Download it and use the path of the file",
                 reason="an image is on another machine, and images are not fetched",
@@ -92,7 +92,7 @@ class ImageRef:
             content = read_document_file(path, MAX_IMAGE_BYTES)
         except OSError as error:
             raise RowError(
-                where,
+                location,
                 f"the image {path} cannot be read: {error.strerror or error}",
                 "Paths are relative to the data file; fix the path, or remove the row",
                 reason=f"an image cannot be read: {error.strerror or error}",
@@ -100,24 +100,25 @@ class ImageRef:
         return cls(str(path.absolute()), xxhash.xxh3_64_hexdigest(content))
 
     @classmethod
-    def _from_base64(cls, text: str, where: str) -> ImageRef:
+    def _from_base64(cls, text: str, location: str) -> ImageRef:
         try:
             content = base64.b64decode(text, validate=True)
         except binascii.Error:
-            raise RowError(where, "an image is not valid base64", "Write it again, or use a path") from None
-        return cls(where, xxhash.xxh3_64_hexdigest(content), content)
+            raise RowError(location, "an image is not valid base64", "Write it again, or use a path") from None
+        return cls(location, xxhash.xxh3_64_hexdigest(content), content)
 
     def read(self) -> bytes:
         """Return the image's bytes. Raises DataError if its file is missing or has changed since tokenization."""
         if self.content is not None:
             return self.content
         try:
-            content = read_document_file(Path(self.where), MAX_IMAGE_BYTES)
+            content = read_document_file(Path(self.location), MAX_IMAGE_BYTES)
         except OSError as error:
-            raise DataError(self.where, f"the image cannot be read: {error.strerror or error}", "Restore it") from None
+            problem = f"the image cannot be read: {error.strerror or error}"
+            raise DataError(self.location, problem, "Restore it") from None
         if xxhash.xxh3_64_hexdigest(content) != self.checksum:
             raise DataError(
-                self.where,
+                self.location,
                 "the image has changed since the data was tokenized",
                 'Restore it; or, to start a run with the new image, empty data.cache_dir or set cache_dir = "none"',
             )
@@ -130,18 +131,18 @@ class NamedImage:
 
     value: object
     folder: Path
-    where: str
+    location: str
 
     def ref(self) -> ImageRef:
         """Read the image and return a reference to it. Raises RowError."""
-        return ImageRef.from_value(self.value, self.folder, self.where)
+        return ImageRef.from_value(self.value, self.folder, self.location)
 
 
 def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
     """Serialize a document's image references. Return empty bytes if the document has no images."""
     if not refs:
         return b""
-    header = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
+    header = json.dumps([[ref.location, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
     encoded = header.encode()
     return b"".join([len(encoded).to_bytes(8, "little"), encoded, *(ref.content or b"" for ref in refs)])
 
@@ -152,8 +153,8 @@ def refs_from_bytes(data: bytes) -> list[ImageRef]:
         return []
     offset = 8 + int.from_bytes(data[:8], "little")
     refs: list[ImageRef] = []
-    for where, checksum, nbytes in json.loads(data[8:offset]):
-        refs.append(ImageRef(where, checksum, None if nbytes < 0 else data[offset : offset + nbytes]))
+    for location, checksum, nbytes in json.loads(data[8:offset]):
+        refs.append(ImageRef(location, checksum, None if nbytes < 0 else data[offset : offset + nbytes]))
         offset += max(0, nbytes)
     return refs
 
@@ -200,7 +201,7 @@ class ImageProcessor:
         """Return the processor's class and settings. They determine its tokens and pixels."""
         return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
 
-    def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[ImageSpan]]:
+    def insert(self, text: str, refs: Sequence[ImageRef], location: str) -> tuple[str, list[ImageSpan]]:
         """Insert image tokens into a rendered conversation. Return the text and the images' positions.
 
         Raises:
@@ -209,7 +210,7 @@ class ImageProcessor:
         num_placeholders = text.count(str(self._image_token))
         if num_placeholders != len(refs):
             raise RowError(
-                where,
+                location,
                 f"the rendered row has {num_placeholders} placeholders for images ({self._image_token}), but "
                 f"{len(refs)} images",
                 "Fix or remove the row; its text must not contain that token",
@@ -223,11 +224,11 @@ class ImageProcessor:
         except Exception as error:  # the processors of the model families raise different types of errors
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(
-                where, f"the processor rejects the images: {reason}", reason="the processor rejects the images"
+                location, f"the processor rejects the images: {reason}", reason="the processor rejects the images"
             ) from None
         if _count_elements(outputs) > self._max_elements:  # the images would not fit in the memory planned for a step
             raise RowError(
-                where,
+                location,
                 f"its images have more pixels than the memory plan allows for a row of {self._max_length} tokens",
                 "Raise data.max_length, or make the images smaller",
                 reason="its images have more pixels than the memory plan allows; raise data.max_length",
@@ -256,10 +257,8 @@ class ImageProcessor:
         """
         import torch
 
-        inputs: dict[str, Tensor] = {}
         images = [[self._decode(ref) for ref in row_refs] for row_refs in refs if row_refs]
-        if images:
-            inputs = self._compute_pixels(images)
+        inputs = self._compute_pixels(images) if images else {}
         if self._types_name is not None:
             types = torch.zeros(len(rows), width, dtype=torch.long)
             for index, row_types in enumerate(self._processor.create_mm_token_type_ids([list(row) for row in rows])):
@@ -343,7 +342,7 @@ class ImageProcessor:
         except Exception as error:  # Pillow's decoders raise many types of errors
             reason = " ".join(str(error).split()).split("<")[0].strip() or type(error).__name__
             raise RowError(
-                ref.where,
+                ref.location,
                 f"the image cannot be decoded: {reason}",
                 "Write it again, or remove the row",
                 reason="an image cannot be decoded",

@@ -88,7 +88,7 @@ class ChatRenderer:
         self._prompt = prompted_text[len(text) :] if prompted_text.startswith(text) else ""
 
     def render(
-        self, messages: Messages, where: str, *, tools: Tools = None, add_generation_prompt: bool = False
+        self, messages: Messages, location: str, *, tools: Tools = None, add_generation_prompt: bool = False
     ) -> str:
         """Render a conversation as text.
 
@@ -105,7 +105,7 @@ class ChatRenderer:
         except Exception as error:  # a template can raise any exception
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             problem = f"the chat template rejects this conversation: {reason}"
-            raise RowError(where, problem, "Fix or remove the row") from None
+            raise RowError(location, problem, "Fix or remove the row") from None
 
     def _apply(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -148,7 +148,7 @@ class ChatRenderer:
             return [dict(message) for message in messages]
         return [{**message, "content": list(_split_parts(message["content"]))} for message in messages]
 
-    def find_omitted_fields(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
+    def find_omitted_fields(self, messages: Messages, text: str, location: str, tools: Tools = None) -> tuple[str, ...]:
         """Return the conversation's fields that the template does not render.
 
         A field is rendered if removing it changes the rendering. After a field passes this slow test once, its texts
@@ -156,7 +156,7 @@ class ChatRenderer:
 
         Args:
             text: The result of :meth:`render`.
-            where: File and row, for error messages.
+            location: File and row, for error messages.
         """
         compact_text = "".join(text.split())
         field_indices: dict[str, list[int]] = {}
@@ -243,20 +243,20 @@ class ChatRenderer:
         return is_rendered
 
     def find_assistant_spans(
-        self, messages: Messages, text: str, where: str, indices: Sequence[int], tools: Tools = None
+        self, messages: Messages, text: str, location: str, indices: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
         """Locate assistant messages in ``text``. Return each span without its end of turn, or why there is none.
 
         Args:
             text: The result of :meth:`render`.
-            where: File and row, for error messages.
+            location: File and row, for error messages.
             indices: Indices of the assistant messages to locate.
         """
         results: dict[int, MessageSpan | str] = {index: EMPTY_TEXT for index in indices}
         turns = [index for index in indices if _is_plain_answer(messages[index]) or messages[index].get("tool_calls")]
         if not turns:
             return results
-        chat = _RenderedConversation(self, messages, tools, text, where)
+        chat = _RenderedConversation(self, messages, tools, text, location)
         marked_spans = self._find_by_markers(chat)
         if marked_spans is not None:
             results.update({index: marked_spans[index] for index in turns})
@@ -309,7 +309,7 @@ class ChatRenderer:
         if not history or (self._prompt and chat.text.endswith(self._prompt, 0, span.start)):
             return span
         try:
-            prompt = chat.render(history, add_generation_prompt=True)
+            prompt = chat.render(history, add_prompt=True)
             has_prompt = prompt != chat.render(history)
         except RowError:
             return span
@@ -336,10 +336,10 @@ class _RenderedConversation:
     messages: Messages
     tools: Tools
     text: str
-    where: str
+    location: str
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        return self.renderer.render(messages, self.where, tools=self.tools, add_generation_prompt=add_generation_prompt)
+    def render(self, messages: Messages, *, add_prompt: bool = False) -> str:
+        return self.renderer.render(messages, self.location, tools=self.tools, add_generation_prompt=add_prompt)
 
 
 def _is_plain_answer(message: Message) -> bool:
@@ -395,7 +395,7 @@ def _find_by_prefixes(chat: _RenderedConversation, index: int) -> MessageSpan | 
     """Locate a turn between the generation prompt and the text that the template appends to every turn."""
     messages = chat.messages
     try:
-        prompt_text = chat.render(messages[:index], add_generation_prompt=True) if index else ""
+        prompt_text = chat.render(messages[:index], add_prompt=True) if index else ""
         history_text = chat.render(messages[:index]) if index else ""
         turn_text = chat.render(messages[: index + 1])
         frame = chat.render([*messages[:index], {"role": "assistant", "content": _SENTINEL}])

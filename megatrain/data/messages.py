@@ -23,74 +23,75 @@ _FLAG_FIELDS = ("train", "training", "weight")
 
 
 def read_messages(
-    value: object, where: str, name: str, columns: Mapping[str, str], images: RowImages
+    value: object, location: str, name: str, columns: Mapping[str, str], images: RowImages
 ) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
     """Return a row's messages, and each message's training flag, which is None if not set.
 
     Args:
         value: Value of the row's field ``name``: a list of messages, or the list as JSON text.
-        where: File and row, for error messages.
+        location: File and row, for error messages.
         columns: Maps ``role`` and ``content`` to the names used in the messages.
 
     Raises:
         RowError: The value is not a list of messages, a role is unknown, or a message's content is not text.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_inner_json(value, where, name)
+        value = parse_inner_json(value, location, name)
     if not isinstance(value, list) or not value:
-        raise RowError(where, f"`{name}` must be a list of messages, not {type_name(value)}")
+        raise RowError(location, f"`{name}` must be a list of messages, not {type_name(value)}")
     messages, flags = [], []
     for position, message in enumerate(value, start=1):
-        location = f"{where}, message {position}"
+        message_location = f"{location}, message {position}"
         if not isinstance(message, dict):
-            raise RowError(location, f"a message must be an object with `role` and `content`, not {type_name(message)}")
-        messages.append(_read_message(message, location, columns, images))
-        flags.append(_parse_flag(message, location))
+            problem = f"a message must be an object with `role` and `content`, not {type_name(message)}"
+            raise RowError(message_location, problem)
+        messages.append(_read_message(message, message_location, columns, images))
+        flags.append(_parse_flag(message, message_location))
     return tuple(messages), tuple(flags)
 
 
-def _read_message(message: dict[str, Any], where: str, columns: Mapping[str, str], images: RowImages) -> dict[str, Any]:
-    role_name = columns.get("role") or ("from" if "from" in message and "role" not in message else "role")
-    content_name = columns.get("content") or ("value" if "value" in message and "content" not in message else "content")
-    calls = _find_calls(message, where)
+def _read_message(message: dict[str, Any], location: str, keys: Mapping[str, str], images: RowImages) -> dict[str, Any]:
+    role_name = keys.get("role") or ("from" if "from" in message and "role" not in message else "role")
+    content_name = keys.get("content") or ("value" if "value" in message and "content" not in message else "content")
+    calls = _find_calls(message, location)
     if role_name not in message or (content_name not in message and not calls):
         names = field_names(message)
         raise RowError(
-            where,
+            location,
             f"a message needs `{role_name}` and `{content_name}`, but this message has {names}",
             reason=f"a message lacks `{role_name}` or `{content_name}`",
         )
     role, content = message[role_name], message.get(content_name)
-    result: dict[str, Any] = {"role": _parse_role(role, where)}
+    result: dict[str, Any] = {"role": _parse_role(role, location)}
     if role in _CALL_ROLES:
-        calls, content = parse_inner_json(content, where, content_name), ""
-    result["content"] = _parse_content(content, where, content_name, images, is_optional=bool(calls))
+        calls, content = parse_inner_json(content, location, content_name), ""
+    result["content"] = _parse_content(content, location, content_name, images, is_optional=bool(calls))
     if calls:
-        result["tool_calls"] = [_parse_tool_call(c, where) for c in (calls if isinstance(calls, list) else [calls])]
+        result["tool_calls"] = [_parse_tool_call(c, location) for c in (calls if isinstance(calls, list) else [calls])]
     known_fields = {*result, role_name, content_name, *_CALL_FIELDS, *_FLAG_FIELDS}
     # Keep all other fields, because templates read many of them (`reasoning_content`, `name`, `recipient`).
     return result | _other_fields(message, known_fields)
 
 
-def _find_calls(message: Mapping[str, Any], where: str) -> Any:
+def _find_calls(message: Mapping[str, Any], location: str) -> Any:
     """Return a message's ``tool_calls``, or its ``function_call`` from an older format: a list, one call, or None."""
-    calls = {name: parse_inner_json(message[name], where, name) for name in _CALL_FIELDS if message.get(name)}
+    calls = {name: parse_inner_json(message[name], location, name) for name in _CALL_FIELDS if message.get(name)}
     if len(calls) > 1:
-        raise RowError(where, "a message has both `tool_calls` and `function_call`", "Keep one of them")
+        raise RowError(location, "a message has both `tool_calls` and `function_call`", "Keep one of them")
     return next(iter(calls.values()), None)
 
 
-def _parse_role(role: object, where: str) -> str:
+def _parse_role(role: object, location: str) -> str:
     if role in _CALL_ROLES:
         return "assistant"
     standard_role = _ROLE_SYNONYMS.get(role, role) if isinstance(role, str) else role
     if standard_role not in ROLES:
         role_text = json.dumps(role, ensure_ascii=False)
-        raise RowError(where, f"unknown role {role_text}", f"Roles: {', '.join(ROLES)}")
+        raise RowError(location, f"unknown role {role_text}", f"Roles: {', '.join(ROLES)}")
     return str(standard_role)
 
 
-def _parse_content(content: object, where: str, name: str, images: RowImages, *, is_optional: bool) -> str:
+def _parse_content(content: object, location: str, name: str, images: RowImages, *, is_optional: bool) -> str:
     if (content is None and is_optional) or content == []:
         return ""
     if isinstance(content, list):  # chat APIs represent content as a list of parts
@@ -98,14 +99,14 @@ def _parse_content(content: object, where: str, name: str, images: RowImages, *,
         types = [str(part.get("type")) for part in parts if not (_is_text(part) or part.get("type") in _IMAGE_TYPES)]
         if types:
             raise RowError(
-                where,
+                location,
                 f"`{name}` contains a part that is neither text nor an image: {types[0]}",
                 "Remove the row: only texts and images are supported",
             )
-        return "".join(images.mark(part["text"], where) if _is_text(part) else images.add(part) for part in parts)
+        return "".join(images.mark(part["text"], location) if _is_text(part) else images.add(part) for part in parts)
     if not isinstance(content, str):
-        raise RowError(where, f"`{name}` must be text, not {type_name(content)}")
-    return images.mark(content, where)
+        raise RowError(location, f"`{name}` must be text, not {type_name(content)}")
+    return images.mark(content, location)
 
 
 #: Names of image parts in the messages of OpenAI and in transformers' chat templates.
@@ -133,10 +134,10 @@ class RowImages:
         self._column_images = list(images) if isinstance(images, Sequence) else []
         self._images: list[Any] = []
 
-    def mark(self, text: str, where: str) -> str:
+    def mark(self, text: str, location: str) -> str:
         """Replace each ``<image>`` in a text with the image mark if the row has a column of images."""
         if IMAGE_MARK in text:
-            raise RowError(where, f"the text contains {IMAGE_MARK!a}, which is the internal mark of images")
+            raise RowError(location, f"the text contains {IMAGE_MARK!a}, which is the internal mark of images")
         if not self._column_images or _PLACEHOLDER not in text:
             return text
         self._images += [None] * text.count(_PLACEHOLDER)
@@ -148,7 +149,7 @@ class RowImages:
         self._images.append(image)
         return IMAGE_MARK
 
-    def match(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
+    def match(self, folder: Path, location: str) -> tuple[NamedImage, ...]:
         """Return the image of each placeholder. The images are not read.
 
         Raises:
@@ -159,34 +160,34 @@ class RowImages:
             self._column_images = []
         if num_placeholders != len(self._column_images):
             raise RowError(
-                where,
+                location,
                 f"the row has {len(self._column_images)} images but {num_placeholders} placeholders for them "
                 f"({_PLACEHOLDER}, or parts of type image)",
                 "Write one placeholder for each image",
                 reason="the numbers of images and of placeholders differ",
             )
         images = iter(self._column_images)
-        return tuple(NamedImage(next(images) if image is None else image, folder, where) for image in self._images)
+        return tuple(NamedImage(next(images) if image is None else image, folder, location) for image in self._images)
 
 
 _PLACEHOLDER = "<image>"
 _IMAGE_KEYS = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
-def _parse_tool_call(value: object, where: str) -> dict[str, Any]:
+def _parse_tool_call(value: object, location: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, because most chat templates expect this form."""
     call = value if isinstance(value, dict) else {}
     function = call.get("function") or call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(where, "a tool call needs the `name` of its function", reason="a tool call has no name")
+        raise RowError(location, "a tool call needs the `name` of its function", reason="a tool call has no name")
     name = "arguments" if function.get("arguments") is not None else "parameters"
     field = function.get(name)
-    arguments = parse_inner_json(field, where, name) if isinstance(field, str) and field.strip() else field
+    arguments = parse_inner_json(field, location, name) if isinstance(field, str) and field.strip() else field
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     if not isinstance(arguments, dict):
         raise RowError(
-            where,
+            location,
             f"`{name}` of the tool call `{function['name']}` must be an object, not {type_name(arguments)}",
             'Write an object, such as {"city": "Rome"}, or the object as JSON text',
             reason=f"`{name}` of a tool call is not an object",
@@ -219,30 +220,30 @@ def arguments_to_text(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, 
     )
 
 
-def _parse_flag(message: Mapping[str, Any], where: str) -> bool | None:
+def _parse_flag(message: Mapping[str, Any], location: str) -> bool | None:
     """Return a message's training flag (``train``, ``training`` or ``weight``), or None if it is not set."""
     for name in _FLAG_FIELDS:
         value = message.get(name)
         if value is None:
             continue
         if value not in (0, 1):  # this also accepts false and true
-            raise RowError(where, f"`{name}` must be 0 or 1, not {json.dumps(value, default=str)}")
+            raise RowError(location, f"`{name}` must be 0 or 1, not {json.dumps(value, default=str)}")
         return bool(value)
     return None
 
 
-def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
+def read_tools(value: object, location: str) -> tuple[dict[str, Any], ...] | None:
     """Return a row's tools, or None. The value is a list of JSON schemas, or this list as JSON text.
 
     Raises:
         RowError: The value is not a list of objects.
     """
     if isinstance(value, str) and value.strip():
-        value = parse_inner_json(value, where, "tools")
+        value = parse_inner_json(value, location, "tools")
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError(where, f"`tools` must be a list of objects, not {type_name(value)}")
+        raise RowError(location, f"`tools` must be a list of objects, not {type_name(value)}")
     return tuple(value)
 
 
@@ -251,14 +252,14 @@ def describe_json_error(error: json.JSONDecodeError) -> str:
     return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
 
 
-def parse_inner_json(value: object, where: str, name: str) -> Any:
+def parse_inner_json(value: object, location: str, name: str) -> Any:
     """Parse a field's value if it is text, else return it. Raises RowError if the text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         detail = f" {describe_json_error(error)}" if isinstance(error, json.JSONDecodeError) else ""
         problem = f"`{name}` contains broken JSON"
-        raise RowError(where, f"{problem}{detail}", reason=problem) from None
+        raise RowError(location, f"{problem}{detail}", reason=problem) from None
 
 
 def field_names(value: Mapping[str, Any]) -> str:

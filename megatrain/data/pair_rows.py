@@ -39,7 +39,7 @@ class PairRows(RowKind):
         assert isinstance(row, Preference), row
         if row.rejected is None:
             raise DataError(
-                row.where,
+                row.location,
                 "the row has only one answer, with a label, but the loss compares two answers",
                 'Set loss_type = "kto" in [preference]',
             )
@@ -56,7 +56,7 @@ class PairRows(RowKind):
             return None
         is_cut = any(len(text.tokens) > max_length for text in texts)
         problem = "the two answers have the same tokens" + (" after truncation to data.max_length" if is_cut else "")
-        return RowError(row.where, problem, "Raise data.max_length" if is_cut else "")
+        return RowError(row.location, problem, "Raise data.max_length" if is_cut else "")
 
     def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
         """Return two documents per pair: the chosen answer, then the rejected answer."""

@@ -37,7 +37,7 @@ class Preference(DataRow):
     answer: Conversation | PromptCompletion
     rejected: Conversation | PromptCompletion | None
     is_good: bool
-    where: str
+    location: str
     margin: float = 0.0
     unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
@@ -60,38 +60,38 @@ _Messages = tuple[dict[str, Any], ...]
 
 def _read_preference(fields: RowFields) -> Preference:
     """Parse a row that has two answers, or one answer and a label."""
-    value, where, names = fields.value, fields.where, fields.names
+    value, location, names = fields.value, fields.location, fields.names
     chosen, rejected = names["chosen"], names["rejected"]
     if "chosen" in fields and "rejected" in fields:
         prompt, tools = _read_prompt(fields), fields.tools()
         if value[chosen] == value[rejected]:
             reason = f"`{chosen}` and `{rejected}` are the same"
-            raise RowError(where, f"{reason}: there is nothing to prefer", reason=reason)
+            raise RowError(location, f"{reason}: there is nothing to prefer", reason=reason)
         answers = [_read_answer(fields, name) for name in ("chosen", "rejected")]
         if isinstance(answers[0], str) != isinstance(answers[1], str):
-            raise RowError(where, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
-        chosen_row, rejected_row = _add_prompt(prompt, answers, where, (chosen, rejected), tools)
-        return Preference(chosen_row, rejected_row, True, where, _read_margin(fields))
+            raise RowError(location, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
+        chosen_row, rejected_row = _add_prompt(prompt, answers, location, (chosen, rejected), tools)
+        return Preference(chosen_row, rejected_row, True, location, _read_margin(fields))
     label = next((names[name] for name in _LABEL_FIELDS if name in fields), None)
     if label is None:
         if error_parts := find_absent_column(value, fields.columns):
-            raise DataError(where, *error_parts)
+            raise DataError(location, *error_parts)
         column = next(
             (name for name in (chosen, rejected) if (chosen in value or rejected in value) and name not in value), ""
         )
         problem = f"no field `{column}`" if column else f"no preferences: they have the fields {_PREFERENCE_FIELDS}"
         advice = 'If they have other names, write for example columns = { chosen = "better", rejected = "worse" }'
-        raise DataError(where, f"{problem}; the row has {field_names(value)}", advice)
+        raise DataError(location, f"{problem}; the row has {field_names(value)}", advice)
     if not isinstance(value[label], bool):
         raise DataError(
-            where,
+            location,
             f"`{label}` says whether the answer is a good one, and must be true or false; this is "
             f"{type_name(value[label])}",
             "Write true or false",
         )
     prompt, completion = _read_labelled(fields)
-    (answer,) = _add_prompt(prompt, [completion], where, (names["completion"],), fields.tools())
-    return Preference(answer, None, value[label], where)
+    (answer,) = _add_prompt(prompt, [completion], location, (names["completion"],), fields.tools())
+    return Preference(answer, None, value[label], location)
 
 
 def _read_margin(fields: RowFields) -> float:
@@ -100,7 +100,7 @@ def _read_margin(fields: RowFields) -> float:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= _LARGEST_MARGIN:
         description = f"{type_name(margin)}, {margin!r:.20}"
-        raise RowError(fields.where, f"`{fields.names['margin']}` must be a number of fp32, this is {description}")
+        raise RowError(fields.location, f"`{fields.names['margin']}` must be a number of fp32, this is {description}")
     return float(margin)
 
 
@@ -118,14 +118,14 @@ def _read_prompt(fields: RowFields) -> str | _Messages | None:
 
 def _read_labelled(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]:
     """Return the prompt and the answer of a row with a label."""
-    prompt, where = _read_prompt(fields), fields.where
+    prompt, location = _read_prompt(fields), fields.location
     for name in ("completion", "output"):
         if name in fields and prompt is not None:
             return prompt, _read_answer(fields, name)
     if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
         return prompt[:-1], prompt[-1:]
     problem = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
-    raise DataError(where, problem, guess_columns(fields.value, where))
+    raise DataError(location, problem, guess_columns(fields.value, location))
 
 
 def _read_answer(fields: RowFields, name: str) -> str | _Messages:
@@ -134,36 +134,36 @@ def _read_answer(fields: RowFields, name: str) -> str | _Messages:
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, list):
-        return read_messages(value, fields.where, column, fields.columns, RowImages())[0]
-    return require_text(value, fields.where, column)
+        return read_messages(value, fields.location, column, fields.columns, RowImages())[0]
+    return require_text(value, fields.location, column)
 
 
 def _add_prompt(
     prompt: str | _Messages | None,
     answers: Sequence[str | _Messages],
-    where: str,
+    location: str,
     names: Sequence[str],
     tools: tuple[Mapping[str, Any], ...] | None,
 ) -> list[Conversation | PromptCompletion]:
     """Return the prompt with each answer. Without a prompt, the answers' common start is the prompt."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if texts and not isinstance(prompt, tuple):
-        return _make_completions(prompt, texts, where, names)
+        return _make_completions(prompt, texts, location, names)
     lists = [({"role": "assistant", "content": text},) if isinstance(text, str) else text for text in answers]
-    prompt, num_repeated = _prompt_messages(prompt, lists, where, names)
+    prompt, num_repeated = _prompt_messages(prompt, lists, location, names)
     if any(messages[:num_repeated] != prompt[:num_repeated] for messages in lists):
-        raise _no_prefix_error(where, names)
+        raise _no_prefix_error(location, names)
     lists = [messages[num_repeated:] for messages in lists]
     for messages, name in zip(lists, names, strict=True):
         if not any(message["role"] == "assistant" for message in messages):
             raise RowError(
-                where, f"`{name}` has no turn of the assistant after the prompt", reason=f"`{name}` has no answer"
+                location, f"`{name}` has no turn of the assistant after the prompt", reason=f"`{name}` has no answer"
             )
-    return [Conversation((*prompt, *answer), where, loss_start=len(prompt), tools=tools) for answer in lists]
+    return [Conversation((*prompt, *answer), location, loss_start=len(prompt), tools=tools) for answer in lists]
 
 
 def _make_completions(
-    prompt: str | None, texts: Sequence[str], where: str, names: Sequence[str]
+    prompt: str | None, texts: Sequence[str], location: str, names: Sequence[str]
 ) -> list[Conversation | PromptCompletion]:
     """Return a text prompt with each answer. If there is no prompt, use the answers' common start as the prompt."""
     if prompt is None:
@@ -171,12 +171,12 @@ def _make_completions(
         texts = [text[len(prompt) :] for text in texts]
     for text, name in zip(texts, names, strict=True):
         if not text.strip():
-            raise RowError(where, f"`{name}` has no answer after the prompt", reason=f"`{name}` has no answer")
-    return [PromptCompletion(prompt, text, where) for text in texts]
+            raise RowError(location, f"`{name}` has no answer after the prompt", reason=f"`{name}` has no answer")
+    return [PromptCompletion(prompt, text, location) for text in texts]
 
 
 def _prompt_messages(
-    prompt: str | _Messages | None, lists: Sequence[_Messages], where: str, names: Sequence[str]
+    prompt: str | _Messages | None, lists: Sequence[_Messages], location: str, names: Sequence[str]
 ) -> tuple[_Messages, int]:
     """Return the prompt as messages, and the number of prompt messages that the answers repeat."""
     has_conversations = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
@@ -184,13 +184,13 @@ def _prompt_messages(
         # In some datasets, the prompt is the question as text, and each answer is a whole conversation.
         questions = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
         if any(not isinstance(text, str) or text.strip() != prompt.strip() for text in questions):
-            raise _no_prefix_error(where, names)
+            raise _no_prefix_error(location, names)
         prompt = None
     if prompt is None:
         prefix = _shared_messages(lists)
         if not prefix:
             raise RowError(
-                where,
+                location,
                 f"{' and '.join(f'`{name}`' for name in names)} begin with different messages, so there is no prompt",
                 reason="there is no prompt that the answers share",
             )
@@ -199,9 +199,9 @@ def _prompt_messages(
     return messages, len(messages) if has_conversations else 0
 
 
-def _no_prefix_error(where: str, names: Sequence[str]) -> RowError:
+def _no_prefix_error(location: str, names: Sequence[str]) -> RowError:
     return RowError(
-        where,
+        location,
         f"`prompt` is not what {' and '.join(f'`{name}`' for name in names)} begin with",
         "Leave the prompt out of the answers, or leave `prompt` out of the row",
         reason="`prompt` is not what the answers begin with",
@@ -211,8 +211,7 @@ def _no_prefix_error(where: str, names: Sequence[str]) -> RowError:
 def _shared_text(texts: Sequence[str]) -> str:
     """Return the common start of several texts, without trailing white space, which belongs to the answers."""
     length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
-    prefix = texts[0][:length]
-    return prefix.removesuffix(" ")
+    return texts[0][:length].removesuffix(" ")
 
 
 def _shared_messages(lists: Sequence[_Messages]) -> _Messages:

@@ -82,8 +82,7 @@ def preview_rows(
         DataError: The data cannot be read, or there is no such row.
     """
     encoder = RowEncoder(tokenizer, train_on=data.table.train_on, image_processor=data.image_processor(tokenizer))
-    start = 1 if row is None else row
-    stop = n if row is None else row
+    start, stop = (1, n) if row is None else (row, row)
     if start < 1:
         raise DataError("--row", f"there is no row {row}", "The first row is row 1")
     numbered_rows = zip(itertools.count(1), _iter_rows(data), strict=False)
@@ -103,8 +102,8 @@ def _iter_rows(data: DataSpec) -> Iterator[DataRow | RowError]:
     for source in data.table.train:
         if data.table.streaming:
             shards = Shards(source.path)
-            for where, value in itertools.chain.from_iterable(shards.rows(index, 0) for index in range(len(shards))):
-                yield parse_row(value, where, data.kind.reader or source.format, source.column_names)
+            for location, value in itertools.chain.from_iterable(shards.rows(index, 0) for index in range(len(shards))):
+                yield parse_row(value, location, data.kind.reader or source.format, source.column_names)
             continue
         for row in read_source(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
@@ -132,8 +131,8 @@ def _preview_text(
 ) -> RowPreview:
     (tokenized,) = encoder.encode_many([item])
     if isinstance(tokenized, RowError):
-        reason = str(tokenized).removeprefix(f"{tokenized.where}: ")
-        return RowPreview(number=row_number, where=tokenized.where, kind=title, dropped=reason)
+        reason = str(tokenized).removeprefix(f"{tokenized.location}: ")
+        return RowPreview(number=row_number, where=tokenized.location, kind=title, dropped=reason)
     tokens, trained = tokenized.tokens[: data.table.max_length], tokenized.trained[: data.table.max_length]
     num_pieces = 1
     if tokenized.is_text:
@@ -143,7 +142,7 @@ def _preview_text(
         num_pieces = len(pieces)
     return RowPreview(
         number=row_number,
-        where="" if isinstance(item, RowError) else item.where,
+        where="" if isinstance(item, RowError) else item.location,
         kind=title,
         segments=_decode_runs(tokenizer, tokens, trained),
         num_tokens=len(tokens),
@@ -172,8 +171,7 @@ def _drop_reason(data: DataSpec, text: TokenizedRow, trained: list[bool]) -> str
         return f"data.max_length = {data.table.max_length} would truncate it within an image"
     if any(trained):
         return ""
-    is_cut = not text.is_text and any(text.trained)
-    if is_cut:
+    if not text.is_text and any(text.trained):
         return f"none of its first {data.table.max_length} tokens (data.max_length) would be trained"
     return "none of its tokens would be trained"
 

@@ -13,12 +13,12 @@ class DataError(Exception):
     """Error in training data. The message states the file and row, the cause and the remedy.
 
     Attributes:
-        where: File, and the row or line if known.
+        location: File, and the row or line if known.
     """
 
-    def __init__(self, where: str, problem: str, remedy: str = "") -> None:
-        self.where = where
-        super().__init__((f"{where}: " if where else "") + problem + (f". {remedy}" if remedy else ""))
+    def __init__(self, location: str, problem: str, remedy: str = "") -> None:
+        self.location = location
+        super().__init__((f"{location}: " if location else "") + problem + (f". {remedy}" if remedy else ""))
 
 
 class RowError(DataError):
@@ -28,16 +28,16 @@ class RowError(DataError):
         reason: The problem without details of the row, so that equal problems can be counted together.
     """
 
-    def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
-        super().__init__(where, problem, remedy or "Fix or remove the row")
+    def __init__(self, location: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
+        super().__init__(location, problem, remedy or "Fix or remove the row")
         self.reason = reason or problem
 
 
 class EmptyFileError(RowError):
     """Error for an empty file among several files. The file is skipped and counted, but no row is lost."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(where, "the file is empty", "Remove it or fill it")
+    def __init__(self, location: str) -> None:
+        super().__init__(location, "the file is empty", "Remove it or fill it")
 
 
 #: Fraction of a source that can be dropped or truncated without a warning.
@@ -279,31 +279,31 @@ class RowCounts:
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be used for training, or an empty file."""
         if isinstance(error, EmptyFileError):
-            old_count = self._empty_files or DropCount("the file is empty", 0, error.where)
+            old_count = self._empty_files or DropCount("the file is empty", 0, error.location)
             self._empty_files = replace(old_count, count=old_count.count + 1)
             return
         self.total.num_rows += 1
         self.total.num_rows_lost += 1
         self.total.num_bad += 1
         self.first_error = self.first_error or error
-        self.record("dropped", [error.reason], error.where)
+        self.record("dropped", [error.reason], error.location)
 
-    def count_untrained(self, where: str) -> None:
+    def count_untrained(self, location: str) -> None:
         """Count a row that has no token in the loss."""
         self.total.num_untrained += 1
-        self.first_untrained = self.first_untrained or where
+        self.first_untrained = self.first_untrained or location
 
-    def add_turns(self, num_turns: int, reasons: Sequence[str], where: str) -> None:
+    def add_turns(self, num_turns: int, reasons: Sequence[str], location: str) -> None:
         """Count the assistant turns of a kept row, and the reasons why some of them cannot be in the loss."""
         self.total.num_turns += num_turns
         self.total.num_turns_lost += len(reasons)
-        self.record("untrained_turns", reasons, where)
+        self.record("untrained_turns", reasons, location)
 
-    def record(self, name: str, reasons: Iterable[str], where: str) -> None:
+    def record(self, name: str, reasons: Iterable[str], location: str) -> None:
         """Add one to the count of each reason in the report's list ``name``."""
         counts = self._reasons[name]
         for reason in reasons:
-            old_count = counts.get(reason) or DropCount(reason, 0, where)
+            old_count = counts.get(reason) or DropCount(reason, 0, location)
             counts[reason] = replace(old_count, count=old_count.count + 1)
 
     def end_source(self) -> None:

@@ -89,7 +89,7 @@ class Shards:
         return [(shard.name, shard.nbytes) for shard in self.shards]
 
     def rows(self, index: int, start: int) -> Generator[tuple[str, Any]]:
-        """Yield (where, value) for each row of a shard, starting at row ``start``.
+        """Yield (location, value) for each row of a shard, starting at row ``start``.
 
         Raises:
             ShardError: The shard cannot be read.
@@ -206,8 +206,8 @@ class RowStream:
             self.close()
         self._has_rows = True
         self.cursor = replace(self.cursor, row=self.cursor.row + 1)
-        where, value = item
-        return parse_row(value, where, self._source.format, self._columns)
+        location, value = item
+        return parse_row(value, location, self._source.format, self._columns)
 
     def _next_in_shard(self) -> tuple[str, Any] | None:
         """Return the current shard's next row, or None at the end of the shard. Retry after an error."""

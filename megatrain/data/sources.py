@@ -108,17 +108,17 @@ def _read_file_rows(
                 yield Document(text, str(file), is_start, is_end)
             is_start = False
         return
-    for where, value in read_file(file, json_key):
+    for location, value in read_file(file, json_key):
         column_check.add(value)
-        yield parse_row(value, where, row_format, column_check.columns, file.parent)
+        yield parse_row(value, location, row_format, column_check.columns, file.parent)
 
 
 def parse_row(
-    value: object, where: str, row_format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
+    value: object, location: str, row_format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow | RowError:
     """Parse a row with :func:`read_row`. Return the row, or the error that makes it unusable."""
     try:
-        return read_row(value, where, row_format, columns, folder)[1]
+        return read_row(value, location, row_format, columns, folder)[1]
     except RowError as error:
         return error
 
@@ -187,8 +187,8 @@ def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
         has_answers = any(explain_preferences(_lowercase_fields(value)) is not None for _, value in rows)
         is_preference = has_answers if kind is None else kind.reader is PREFERENCE
         first_preview = None
-        for where, value in rows:
-            preview = _detect_row_format(value, where, is_preference=is_preference)
+        for location, value in rows:
+            preview = _detect_row_format(value, location, is_preference=is_preference)
             if not preview.problem:
                 return preview
             first_preview = first_preview or preview
@@ -202,10 +202,10 @@ def _lowercase_fields(value: Any) -> dict[str, Any]:
     return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
 
 
-def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> SourcePreview:
+def _detect_row_format(value: Any, location: str, *, is_preference: bool) -> SourcePreview:
     fields = list(value) if isinstance(value, Mapping) else []
     try:
-        name, row = read_row(value, where, PREFERENCE if is_preference else "auto", {})
+        name, row = read_row(value, location, PREFERENCE if is_preference else "auto", {})
     except RowError as error:
         return SourcePreview("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
@@ -216,7 +216,7 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
                     names = {name: lookup[column] for name, column in columns.items() if name != lookup[column]}
                     try:
                         sample = {lookup[column]: value[lookup[column]] for column in columns.values()}
-                        read_row(sample, where, row_format, names)
+                        read_row(sample, location, row_format, names)
                     except (DataError, RowError):
                         continue
                     return SourcePreview(row_format, names, fields)

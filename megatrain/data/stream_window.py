@@ -111,7 +111,7 @@ class WindowMaker:
             for draft in drafts:
                 draft.stream.close()
         dataset = _join_drafts(drafts, num_rows)
-        check_id_range(dataset, self.num_embeddings, where=str(self.streams.tokenizer.name_or_path))
+        check_id_range(dataset, self.num_embeddings, location=str(self.streams.tokenizer.name_or_path))
         documents = self._random(_ROW_STREAM, cursor.window).permutation(len(dataset))
         table = self.shape.assign(documents, dataset)
         order = self._random(_ORDER_STREAM, cursor.window).permutation(len(table))

@@ -22,7 +22,7 @@ class TextRows(RowKind):
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
         """Return the row's text. Raises DataError if the row is not plain text."""
         if isinstance(row, Conversation | PromptCompletion):
-            raise DataError(row.where, 'task = "pretrain" needs plain text, and this row is not', 'Set task = "sft"')
+            raise DataError(row.location, 'task = "pretrain" needs plain text, and this row is not', 'Set task = "sft"')
         return super().texts_of(row)
 
 

@@ -67,7 +67,6 @@ class PackedWeight:
     """A range of a quantized tensor's elements.
 
     Attributes:
-        decoder: Decoder of the tensor.
         offsets: Byte offset in the block of each tensor that the decoder reads. If the block contains only a range of
             the tensor, this is the offset at which the whole tensor would start.
         start: Index of the range's first element in the tensor.

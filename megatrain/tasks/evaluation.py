@@ -174,7 +174,7 @@ def load_evaluation_sets(
     for index, (name, dataset) in enumerate(
         _load_datasets(spec, run.data, tokenizer, on_message, training, on_warning)
     ):
-        check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{index}")
+        check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], location=f"data.eval.{index}")
         order = EpochOrder(dataset, shape, run.data.seed)
         loader = BatchLoader(order, run.data.collator(shape, tokenizer))
         # Limit the rows in a pass to the number in training, because the plan reserves memory for only that number.

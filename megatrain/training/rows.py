@@ -34,7 +34,7 @@ def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) 
     Raises:
         DataError: The tokenizer does not match the model.
     """
-    check_id_range(dataset, graph.model.get_input_embeddings().weight.shape[0], where=model.tokenizer_folder)
+    check_id_range(dataset, graph.model.get_input_embeddings().weight.shape[0], location=model.tokenizer_folder)
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:

@@ -110,5 +110,5 @@ def test_stats_match_the_report(tokenizer: Any) -> None:
 
 def test_reading_keeps_the_order(tmp_path: Path) -> None:
     rows = list(read_rows(str(DATA / "messy_chats.jsonl"), on_bad_row=lambda error: None))
-    numbers = [int(row.where.split("line ")[1]) for row in rows]
+    numbers = [int(row.location.split("line ")[1]) for row in rows]
     assert numbers == sorted(numbers)

@@ -71,7 +71,7 @@ class RankedRow(DataRow):
     """A prompt with three answers, the best one first."""
 
     answers: Sequence[PromptCompletion]
-    where: str
+    location: str
     unread_columns: tuple[str, ...] = ()
 
     @property
@@ -80,8 +80,8 @@ class RankedRow(DataRow):
 
 
 def _read(fields: RowFields) -> RankedRow:
-    answers = [PromptCompletion(fields.text("prompt"), text, fields.where) for text in fields["answers"]]
-    return RankedRow(answers, fields.where)
+    answers = [PromptCompletion(fields.text("prompt"), text, fields.location) for text in fields["answers"]]
+    return RankedRow(answers, fields.location)
 
 
 class RankedRows(RowKind):
