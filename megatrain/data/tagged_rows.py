@@ -1,4 +1,4 @@
-"""Row kind for labelled answers (KTO). Each prompt gives two documents: one with its answer, one with another answer."""
+"""Row kind for labelled answers (KTO). Each prompt gives two documents: with its answer, and with another answer."""
 
 from __future__ import annotations
 
