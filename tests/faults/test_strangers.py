@@ -352,7 +352,7 @@ def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeyp
 
 
 def test_a_list_that_unpacks_to_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_BYTES_PER_CHARACTER_OF_LIST", 1 << 20)
+    monkeypatch.setattr(files, "_BYTES_PER_LIST_CHARACTER", 1 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(json.dumps([{"text": "x" * (1 << 20)}]).encode()))
     with pytest.raises(DataError, match="too large for this machine's RAM"):
         list(read_file(tmp_path / "bomb.json.gz"))

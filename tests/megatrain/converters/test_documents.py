@@ -51,13 +51,13 @@ def one_by_one(packed: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def dense(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the callers that request dense masks."""
     found: list[str] = []
-    plain = DocumentMask.dense
+    plain = DocumentMask.materialize
 
     def noting(mask: DocumentMask, where: str) -> Tensor:
         found.append(where)
         return plain(mask, where)
 
-    monkeypatch.setattr(DocumentMask, "dense", noting)
+    monkeypatch.setattr(DocumentMask, "materialize", noting)
     return found
 
 
