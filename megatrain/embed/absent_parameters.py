@@ -87,12 +87,12 @@ def _dispatch(
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return func(*_replace_by_nodes(args), **dict(zip(kwargs, _replace_by_nodes(kwargs.values()), strict=True)))
-        asked = absent[0] if absent else None
-        if asked is not None and (name == "detach" or name == "__get__"):
-            return make_placeholder(asked, _name_of(asked), is_gradient=_is_gradient(asked))
-        owner = "an offloaded module" if asked is None else _name_of(asked)
+        absent_tensor = absent[0] if absent else None
+        if absent_tensor is not None and (name == "detach" or name == "__get__"):
+            return make_placeholder(absent_tensor, _name_of(absent_tensor), is_gradient=_is_gradient(absent_tensor))
+        owner = "an offloaded module" if absent_tensor is None else _name_of(absent_tensor)
         operation = property_name if name in ("__get__", "__set__") else name
-        raise AbsentWeightError(owner, operation, is_gradient=_is_gradient(asked))
+        raise AbsentWeightError(owner, operation, is_gradient=_is_gradient(absent_tensor))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -145,9 +145,9 @@ class StoredParameter(_OffloadedParameter):
         """A placeholder if the store contains a gradient, otherwise None. In gradient hooks, the gradient itself."""
         block = holder_of(self)
         assert block is not None
-        arrived = gradient_of(self)
-        if arrived is not None:
-            return arrived
+        gradient = gradient_of(self)
+        if gradient is not None:
+            return gradient
         if block.gradients is None or not block.gradients.has_gradient(self):
             return None
         return make_placeholder(self, block.name_of(self), is_gradient=True)
@@ -231,10 +231,10 @@ def make_placeholder(parameter: Tensor, name: str, *, is_gradient: bool = False)
     """Return a ``Placeholder`` with the metadata of ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
-        made = Tensor._make_subclass(Placeholder, empty)
-    assert isinstance(made, Placeholder)
-    made.source_name, made.is_gradient = name, is_gradient
-    return made
+        result = Tensor._make_subclass(Placeholder, empty)
+    assert isinstance(result, Placeholder)
+    result.source_name, result.is_gradient = name, is_gradient
+    return result
 
 
 def _replace_by_nodes(values: Iterable[Any]) -> list[Any]:
@@ -251,8 +251,8 @@ def _replace_by_nodes(values: Iterable[Any]) -> list[Any]:
 
 def _find_absent(values: list[Any]) -> list[Tensor]:
     """Return the absent tensors among arguments, including those inside lists."""
-    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    return [one for one in flat if isinstance(one, StoredParameter | Placeholder)]
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
+    return [item for item in flat if isinstance(item, StoredParameter | Placeholder)]
 
 
 def _provide(parameter: Tensor) -> bool:

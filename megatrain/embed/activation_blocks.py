@@ -65,8 +65,8 @@ class ActivationBlocks:
             return None
         size = round_block_bytes(nbytes)
         with self._lock:
-            for waits in (False, True):
-                self._collect_locked(store, waits=waits)
+            for wait in (False, True):
+                self._collect_locked(store, wait=wait)
                 if max_bytes is not None and self._registered_bytes + size > max_bytes:
                     continue
                 key = f"activations/{self._num_registered}"
@@ -93,32 +93,32 @@ class ActivationBlocks:
         """Release a block when ``owner`` is freed, which can happen in any thread."""
         weakref.finalize(owner, self._released.append, block).atexit = False
 
-    def collect(self, store: TieredStore, *, waits: bool = False) -> None:
+    def collect(self, store: TieredStore, *, wait: bool = False) -> None:
         """Unregister released blocks. Do nothing if another thread is already doing so.
 
         Args:
-            waits: Whether to wait for the other thread, and for blocks in transfer.
+            wait: Whether to wait for the other thread, and for blocks in transfer.
         """
-        if self._released and self._lock.acquire(blocking=waits):
+        if self._released and self._lock.acquire(blocking=wait):
             try:
-                self._collect_locked(store, waits=waits)
+                self._collect_locked(store, wait=wait)
             finally:
                 self._lock.release()
 
-    def _collect_locked(self, store: TieredStore, *, waits: bool) -> None:
+    def _collect_locked(self, store: TieredStore, *, wait: bool) -> None:
         if store.is_closed:  # closing the store removed the blocks
             self._released.clear()
             self._registered_bytes = 0
             return
-        ended = []
+        unused = []
         for _ in range(len(self._released)):
             block = self._released.popleft()
-            if waits or block.transfer is None or block.transfer.done():
-                ended.append(block)
+            if wait or block.transfer is None or block.transfer.done():
+                unused.append(block)
             else:
                 self._released.append(block)  # unregistering the block now would wait for its transfer
-        store.unregister(*(block.key for block in ended))  # unregistered blocks are not written back
-        self._registered_bytes -= sum(block.nbytes for block in ended)
+        store.unregister(*(block.key for block in unused))  # unregistered blocks are not written back
+        self._registered_bytes -= sum(block.nbytes for block in unused)
 
 
 def round_block_bytes(nbytes: int) -> int:

@@ -114,26 +114,26 @@ class ActivationCache:
             stored = StoredElements(source, elements, block, self._num_stored, device, lease.tier, is_staged)
             self._num_stored += 1
             self._live[stored.number] = stored
-            leaving = self._add_staged(stored, route.lookahead_bytes) if is_staged else []
+            overflow = self._add_staged(stored, route.lookahead_bytes) if is_staged else []
         self.blocks.release_with(stored, block)
         source.stored[elements] = stored
-        for old in leaving:
-            old.block.transfer = self._store.evict(old.block.key, old.staging)
+        for item in overflow:
+            item.block.transfer = self._store.evict(item.block.key, item.staging)
         return stored
 
     def _add_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
         """Add the newest elements, and return the oldest elements that no longer fit in the look-ahead."""
         self._staged.append((stored.block.nbytes, ref(stored)))
         self._staged_bytes += stored.block.nbytes
-        leaving = []
+        overflow = []
         while self._staged_bytes > lookahead_bytes:
             nbytes, reference = self._staged.popleft()
             self._staged_bytes -= nbytes
-            old = reference()
-            if old is not None:
-                old.is_staged = False
-                leaving.append(old)
-        return leaving
+            item = reference()
+            if item is not None:
+                item.is_staged = False
+                overflow.append(item)
+        return overflow
 
     def read(self, stored: StoredElements) -> torch.UntypedStorage:
         """Return memory with the elements at their original positions. Readers on the same stream share it.
@@ -166,8 +166,8 @@ class ActivationCache:
         """Prefetch a block and the blocks that were stored before it, because the backward needs them next."""
         route = self._route(stored.device)
         num_fetches, ahead_bytes = 0, 0
-        for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
-            other = stored if number == stored.number else self._live.get(number)
+        for index in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
+            other = stored if index == stored.number else self._live.get(index)
             if other is None or other.block.home in route.staging[:1] or other.device != stored.device:
                 continue
             if other is not stored:

@@ -125,7 +125,7 @@ class offload_activations:
 
     def close(self) -> None:
         """Wait for transfers of blocks that no graph needs, and unregister the blocks. The context stays usable."""
-        self._cache.blocks.collect(self._store, waits=True)
+        self._cache.blocks.collect(self._store, wait=True)
 
     def _entered_hooks(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
         if not hasattr(self._per_thread, "stack"):
@@ -134,12 +134,12 @@ class offload_activations:
         return stack
 
     def _pack(self, outer: OuterHooks | None, tensor: Tensor) -> SavedTensor:
-        packed: SavedTensor | None = None
+        result: SavedTensor | None = None
         if is_plain_strided(tensor) and tensor.numel() and not self._must_stay(tensor):
             with self._pack_lock:
-                packed = self._move(tensor, may_keep=outer is None)
-        if packed is not None:
-            return packed
+                result = self._move(tensor, may_keep=outer is None)
+        if result is not None:
+            return result
         return _TensorWithSource(tensor) if outer is None else OuterSavedTensor(outer, tensor)
 
     def _must_stay(self, tensor: Tensor) -> bool:
@@ -182,9 +182,9 @@ class offload_activations:
         self._note_no_room(storage.nbytes())
         if not may_keep:
             return None
-        kept = _TensorWithSource(tensor, source)
-        source.keeper = ref(kept)
-        return kept
+        result = _TensorWithSource(tensor, source)
+        source.keeper = ref(result)
+        return result
 
     def _note_no_room(self, nbytes: int) -> None:
         if not self._cache.blocks.has_warned:
@@ -257,13 +257,13 @@ class _StoredTensor(_OffloadedTensor):
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
     """Return weak references to the storages of parameters and buffers, by address. They keep addresses reserved."""
-    found = {}
+    storages = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             if is_plain_strided(tensor):
                 storage = tensor.untyped_storage()
-                found[storage._cdata] = WeakStorage(storage)
-    return found
+                storages[storage._cdata] = WeakStorage(storage)
+    return storages
 
 
 def _is_copy_of_weight(tensor: Tensor) -> bool:

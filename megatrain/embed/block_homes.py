@@ -107,12 +107,12 @@ class SharedState:
             ValueError: A block with this key exists.
         """
         store = self._store
-        wanted = HomeRequest(key, num_elements * dtype.itemsize, tuple(homes), durable)
-        (name,) = self.choose_homes([wanted])
+        request = HomeRequest(key, num_elements * dtype.itemsize, tuple(homes), durable)
+        (name,) = self.choose_homes([request])
         store.register(key, (num_elements,), dtype, home=name, durable=durable)
-        kept = _generation_bytes(store, name, wanted)
-        if kept:
-            store.reserve(name, kept)
+        generation_bytes = _generation_bytes(store, name, request)
+        if generation_bytes:
+            store.reserve(name, generation_bytes)
         if self._registered is not None:
             self._registered.append(key)
         return name
@@ -120,31 +120,31 @@ class SharedState:
     def choose_homes(self, blocks: Sequence[HomeRequest]) -> list[str]:
         """Return the home tier of each block, in order. Raise ``CapacityError`` if a block fits in no tier."""
         store = self._store
-        taken: dict[str, int] = {}
+        used_bytes: dict[str, int] = {}
         names = []
         for block in blocks:
-            tried = []
+            reasons = []
             for name in block.homes:
                 tier = store.tier(name)
                 is_last = name == self._last_tier
-                open_bytes = 0 if is_last or tier.device is None else self.working_bytes
-                need = tier.slot_bytes(block.nbytes) + _generation_bytes(store, name, block)
-                other_bytes = open_bytes + taken.get(name, 0)
-                free = tier.usage().free_bytes
-                if need + other_bytes > free:  # count copies as free space, because they can be evicted
-                    free = free_home_bytes(store, name)
-                if need + other_bytes <= free:
-                    taken[name] = taken.get(name, 0) + need
+                reserved_bytes = 0 if is_last or tier.device is None else self.working_bytes
+                need_bytes = tier.slot_bytes(block.nbytes) + _generation_bytes(store, name, block)
+                other_bytes = reserved_bytes + used_bytes.get(name, 0)
+                free_bytes = tier.usage().free_bytes
+                if need_bytes + other_bytes > free_bytes:  # count copies as free space, because they can be evicted
+                    free_bytes = free_home_bytes(store, name)
+                if need_bytes + other_bytes <= free_bytes:
+                    used_bytes[name] = used_bytes.get(name, 0) + need_bytes
                     names.append(name)
                     break
-                tried.append(f"{name} has {format_size(max(0, free - other_bytes))} left")
+                reasons.append(f"{name} has {format_size(max(0, free_bytes - other_bytes))} left")
             else:
                 hint = "Increase the size of a tier, or open the store with nvme=[...]"
                 raise CapacityError(
                     block.homes[-1],
                     block.nbytes,
-                    max(0, free - other_bytes),
-                    detail=f"for '{block.key}': {'; '.join(tried)}. {hint}",
+                    max(0, free_bytes - other_bytes),
+                    detail=f"for '{block.key}': {'; '.join(reasons)}. {hint}",
                 )
         return names
 
@@ -155,12 +155,12 @@ class SharedState:
     @contextmanager
     def working_room(self, nbytes: int = 0) -> Iterator[None]:
         """Increase ``working_bytes`` to at least ``nbytes``. Restore it if the context ends with an error."""
-        before = self.working_bytes
-        self.working_bytes = max(before, nbytes)
+        previous_bytes = self.working_bytes
+        self.working_bytes = max(previous_bytes, nbytes)
         try:
             yield
         except BaseException:
-            self.working_bytes = before
+            self.working_bytes = previous_bytes
             raise
 
     @contextmanager
@@ -222,8 +222,8 @@ def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...
     names = tuple(store.stats().tiers)
     if homes == "auto":
         return tuple(name for name in names if name != "gpu") or names
-    wanted = (homes,) if isinstance(homes, str) else tuple(homes)
-    for name in wanted:
+    tiers = (homes,) if isinstance(homes, str) else tuple(homes)
+    for name in tiers:
         if name not in names:
             raise ValueError(f'this store has no tier "{name}", only {", ".join(names)}. Pass "auto" or one of these')
-    return wanted
+    return tiers

@@ -109,9 +109,9 @@ class GradientBlock:
                     "set gradients"
                 )
         self._drop_cleared()
-        filled = frozenset(self._filled)
+        names = frozenset(self._filled)
         self.clear()
-        return filled
+        return names
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -106,21 +106,21 @@ class StateGroup(ABC):
         return [*self.state.keys.values(), *([] if self.gradients.key is None else [self.gradients.key])]
 
     @abstractmethod
-    def submit(self, pending: GroupUpdate, due: dict[Any, GroupUpdate]) -> None:
-        """Defer an update until the next use of the weights, or add it to ``due`` if the step must apply it."""
+    def submit(self, update: GroupUpdate, updates: dict[Any, GroupUpdate]) -> None:
+        """Defer an update until the next use of the weights, or add it to ``updates`` if the step must apply it."""
 
-    def update(self, pending: GroupUpdate) -> None:
+    def update(self, update: GroupUpdate) -> None:
         """Apply an update synchronously."""
         gradient_key = self.gradients.key
         requests: list[Any] = [(key, "ram", "r" if key == gradient_key else "rw") for key in self.leased_keys()]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
-            self._apply(pending, {lease.key: lease.tensor for lease in group})
+            self._apply(update, {lease.key: lease.tensor for lease in group})
         if gradient_key is not None:
             self.store.discard(gradient_key)
         self.state.evict()
 
     @abstractmethod
-    def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, update: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
         """Call the update rules. ``tensors`` contains the contents of all blocks by key."""
 
     def close(self) -> None:
@@ -202,8 +202,8 @@ class OffloadedGroup(StateGroup):
                 "`with megatrain.gathered(...)` and after the forward has ended"
             )
 
-    def submit(self, pending: GroupUpdate, due: dict[Any, GroupUpdate]) -> None:
-        self._deferred.add(self, pending)
+    def submit(self, update: GroupUpdate, updates: dict[Any, GroupUpdate]) -> None:
+        self._deferred.add(self, update)
         self.weights.version += 1  # graphs of earlier forwards become stale
 
     def finish_update(self) -> None:
@@ -213,26 +213,26 @@ class OffloadedGroup(StateGroup):
     def leased_keys(self) -> list[str]:
         return [self.weights.key, *super().leased_keys()]
 
-    def update(self, pending: GroupUpdate) -> None:
+    def update(self, update: GroupUpdate) -> None:
         self.weights.prepare_update()
-        super().update(pending)
+        super().update(update)
 
-    def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, update: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
         blocks = {kind: tensors[key] for kind, key in {"weight": self.weights.key, **self.state.keys}.items()}
-        alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
-        for entry in self.entries(pending.settings):
-            settings = pending.settings[entry.name]
+        batches: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
+        for entry in self.entries(update.settings):
+            settings = update.settings[entry.name]
             segment = self.state.local_segment(entry, settings.weight_decay)
             if segment is not None:
                 if self.has_averages and settings.step == 1:
                     with self._master(entry, tensors) as views:
                         begin_average(views["weight"], views.get("low"), views[EMA.name])
-                like = (id(settings.rule), settings.step, settings.lr)
-                alike.setdefault(like, []).append((segment, settings))
-        for parts in alike.values():
-            settings = parts[0][1]
-            now = Update(settings.step, settings.lr, pending.grad_scale)
-            settings.rule.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
+                batch_key = (id(settings.rule), settings.step, settings.lr)
+                batches.setdefault(batch_key, []).append((segment, settings))
+        for batch in batches.values():
+            settings = batch[0][1]
+            scalars = Update(settings.step, settings.lr, update.grad_scale)
+            settings.rule.update(blocks, tensors[self.gradients.key], [segment for segment, _ in batch], scalars)
 
     def read_master(self, entry: TensorEntry) -> Tensor:
         master = torch.empty(entry.numel)
@@ -282,9 +282,9 @@ class DeferredUpdates:
         self._pending: dict[OffloadedGroup, GroupUpdate] = {}
         self._is_partial = False
 
-    def add(self, group: OffloadedGroup, pending: GroupUpdate) -> None:
+    def add(self, group: OffloadedGroup, update: GroupUpdate) -> None:
         """Defer an update of a group that has no deferred update yet."""
-        self._pending[group] = pending
+        self._pending[group] = update
 
     def finish(self, group: OffloadedGroup | None = None) -> None:
         """Apply the deferred update of one group, or all deferred updates if ``group`` is None.
@@ -299,11 +299,11 @@ class DeferredUpdates:
                 "an error or an interrupt ended an update of this optimizer halfway, so only some weights have made "
                 "the step. Load a saved state, or repeat this call to continue anyway"
             )
-        for one in list(self._pending) if group is None else [group]:
-            if (pending := self._pending.get(one)) is not None:
+        for owner in list(self._pending) if group is None else [group]:
+            if (update := self._pending.get(owner)) is not None:
                 with self.recording_interrupts():
-                    one.update(pending)
-                del self._pending[one]  # after the update, because the update is still due if the store raised an error
+                    owner.update(update)
+                del self._pending[owner]  # only now, because the update is still due if the store raised an error
 
     @contextmanager
     def recording_interrupts(self, *, is_atomic: bool = True) -> Iterator[None]:

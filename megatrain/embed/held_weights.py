@@ -54,19 +54,19 @@ class HeldWeights:
 
     def changed_names(self, missing_names: AbstractSet[str]) -> frozenset[str]:
         """Return the changed parameters' names. Copy values that replaced ``data`` to the lease, if it is writable."""
-        changed = set()
+        names = set()
         with torch.no_grad():
-            for name, place in views(self.lease.tensor, self._part.layout).items():
+            for name, values in views(self.lease.tensor, self._part.layout).items():
                 parameter = self._part.parameters[name]
-                if place.numel() and parameter.data_ptr() != self._addresses[name]:  # ``data`` was replaced
-                    changed.add(name)
+                if values.numel() and parameter.data_ptr() != self._addresses[name]:  # ``data`` was replaced
+                    names.add(name)
                     if self.lease.mode != "r":
-                        place.copy_(parameter)
+                        values.copy_(parameter)
                 elif parameter._version != self._versions[name] or (
-                    name in self._checksums and (name in missing_names or _checksum(place) != self._checksums[name])
+                    name in self._checksums and (name in missing_names or _checksum(values) != self._checksums[name])
                 ):
-                    changed.add(name)
-        return frozenset(changed)
+                    names.add(name)
+        return frozenset(names)
 
 
 def count_references(tensor: Tensor) -> int:

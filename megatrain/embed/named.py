@@ -62,8 +62,8 @@ class _NamedWeight:
         """Return a copy of the parameter's values, with its adapters merged."""
         with torch.no_grad():
             if any(not adapter.merged for adapter in self.adapters):
-                merged = self._merged()
-                return merged if device is None else merged.to(device)
+                values = self._merged()
+                return values if device is None else values.to(device)
             with gathered(self.parameter):
                 return self.parameter.detach().to(device or self.parameter.device, copy=True)
 
@@ -76,12 +76,12 @@ class _NamedWeight:
                 f"{self.name}: adapters on torch's MultiheadAttention cannot be merged one tensor at a time. Leave "
                 "that module out of target_modules, or send them separately: named_tensors(model, merge=False)"
             )
-        own = base._parameters
-        leaf = next(leaf for leaf, parameter in own.items() if parameter is self.parameter)
+        parameters = base._parameters
+        leaf = next(leaf for leaf, parameter in parameters.items() if parameter is self.parameter)
         with gathered(adapters[0]):
             copies = {
                 key: None if parameter is None else nn.Parameter(parameter.detach().clone(), requires_grad=False)
-                for key, parameter in own.items()
+                for key, parameter in parameters.items()
             }
             base._parameters = copies
             try:
@@ -97,7 +97,7 @@ class _NamedWeight:
                         if adapter.merged:  # reset peft's list of merged adapters; the copies are discarded
                             type(adapter).unmerge(adapter)
                 finally:
-                    base._parameters = own
+                    base._parameters = parameters
 
 
 def _entries(model: nn.Module, *, merge: bool) -> Iterator[_NamedWeight]:
@@ -112,14 +112,14 @@ def _entries(model: nn.Module, *, merge: bool) -> Iterator[_NamedWeight]:
         )
     layers = [module for module in model.modules() if hasattr(type(module), "get_base_layer")]
     adapters: dict[int, list[Any]] = {}
-    left_out: set[int] = set()
+    adapter_ids: set[int] = set()
     for layer in layers:
         base: Any = layer.get_base_layer()  # type: ignore[operator]
-        own = {id(parameter) for parameter in base.parameters()}
-        left_out |= {id(parameter) for parameter in layer.parameters()} - own
+        base_ids = {id(parameter) for parameter in base.parameters()}
+        adapter_ids |= {id(parameter) for parameter in layer.parameters()} - base_ids
         for parameter in base._parameters.values():
             if parameter is not None:
                 adapters.setdefault(id(parameter), []).append(layer)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in left_out and "original_module" not in name:
+        if id(parameter) not in adapter_ids and "original_module" not in name:
             yield _NamedWeight(_WRAPPED.sub("", name), parameter, tuple(adapters.get(id(parameter), ())))

@@ -22,8 +22,8 @@ _ATTRIBUTE = "_megatrain_offloaded"
 
 def offloaded_module(model: nn.Module) -> OffloadedModule | None:
     """Return the ``OffloadedModule`` of a module, or None if the module was not offloaded."""
-    found: OffloadedModule | None = model.__dict__.get(_ATTRIBUTE)
-    return found
+    offloaded: OffloadedModule | None = model.__dict__.get(_ATTRIBUTE)
+    return offloaded
 
 
 @contextmanager
@@ -116,8 +116,8 @@ class OffloadedModule:
 
     def _enclosing_forward(self) -> Call | None:
         """Return the running forward of another module in the same store, or None."""
-        others = (other for other in shared_state(self.store).modules if other is not self)
-        return next((call for other in others if (call := other.calls.find_innermost(other)) is not None), None)
+        modules = (module for module in shared_state(self.store).modules if module is not self)
+        return next((call for module in modules if (call := module.calls.find_innermost(module)) is not None), None)
 
     def end_backward(self, *, is_failing: bool = False) -> None:
         """Release the blocks that the backward held for code outside of their modules."""
@@ -160,8 +160,8 @@ class _UnitHooks:
         self._offloaded.calls.end(self)
 
 
-def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+def _register(module: nn.Module, pre_hook: Callable[..., None], hook: Callable[..., None]) -> None:
     """Install a hook before and a hook after a module's forward, and hide both from compilers."""
     disable: Callable[[Any], Any] = torch.compiler.disable
-    module.register_forward_pre_hook(disable(before), prepend=True)
-    module.register_forward_hook(disable(after), always_call=True)
+    module.register_forward_pre_hook(disable(pre_hook), prepend=True)
+    module.register_forward_hook(disable(hook), always_call=True)

@@ -98,9 +98,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         state: Sequence[str] | str = "auto",
         name: str = "optimizer",
         checkpoint: Literal["auto", "generation", "tensors"] = "auto",
-        **unknown: Any,
+        **unknown_options: Any,
     ) -> None:
-        optimizer_checks.check_arguments(type(self).__name__, params, store, unknown)
+        optimizer_checks.check_arguments(type(self).__name__, params, store, unknown_options)
         optimizer_checks.check_options(checkpoint, max_grad_norm, state_dtype, nonfinite)
         if not 0 <= ema_decay < 1:
             raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
@@ -136,8 +136,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _make_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         """Return the update rule that applies a group's settings and, with averages, also updates the averages."""
-        made = self.make_update_rule(settings)
-        return WeightAverage(made, self.ema_decay, self.threads) if self.ema_decay else made
+        rule = self.make_update_rule(settings)
+        return WeightAverage(rule, self.ema_decay, self.threads) if self.ema_decay else rule
 
     def _kernel_options(self) -> dict[str, Any]:
         """Return the arguments that all elementwise update rules receive."""
@@ -194,7 +194,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         kinds = partial(self.kinds_of, param_group)
         optimizer_checks.check_sharded(
             new,
-            kinds(False, {str(number): p for number, p in enumerate(new)}),
+            kinds(False, {str(index): p for index, p in enumerate(new)}),
             type(self).__name__,
             has_lost_parameters=not self._state_groups.ids_with_state <= set(map(id, self.parameters())),
             offloads_gradients=self._state_groups.offload_gradients,
@@ -204,7 +204,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 'checkpoint="tensors" (the default with sharded parameters) saves no weights of offloaded modules. '
                 'Pass checkpoint="generation"'
             )
-        names = {id(parameter): str(number) for number, parameter in enumerate(self.parameters())}
+        names = {id(parameter): str(index) for index, parameter in enumerate(self.parameters())}
         self._state_groups.add(self.store, new, blocks, kinds, self.scratch_bytes(new), names)
         record_optimizer([parameter for parameter in new if block_of(parameter) is None], self)
 
@@ -239,20 +239,20 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         for group in self.groups:  # check all groups before any gradient is consumed
             group.check_free()
-        taken = [(group, group.gradients.take()) for group in self.groups]
-        has_any = any(names for group, names in taken if group.gradients.key is not None)
+        gradient_names = [(group, group.gradients.take()) for group in self.groups]
+        has_any = any(names for group, names in gradient_names if group.gradients.key is not None)
         if self._has_consumed and not has_any:
             warnings.warn(_CONSUMED, stacklevel=2)
         self._has_consumed = has_any
-        all_settings = self._counter.count_steps(self.param_groups, taken)
+        all_settings = self._counter.count_steps(self.param_groups, gradient_names)
         shared_state(self.store).note_change()
-        due: dict[OrdinaryGroup, GroupUpdate] = {}
-        for group, names in taken:
+        updates: dict[OrdinaryGroup, GroupUpdate] = {}
+        for group, names in gradient_names:
             own = {name: settings for name in names if (settings := all_settings.get(id(group.parameters[name])))}
             if own:
-                group.submit(GroupUpdate(own, scale * group.gradients.factor), due)
+                group.submit(GroupUpdate(own, scale * group.gradients.factor), updates)
         with self._state_groups.deferred.recording_interrupts(is_atomic=False):
-            self._updates.apply(due)
+            self._updates.apply(updates)
         return loss
 
     def finish_updates(self) -> None:
@@ -283,8 +283,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         squares.update(exchange_gradients(self.groups, self.threads))
         for group in self.groups:
             if squares.keys().isdisjoint(group.parameters.values()):
-                found = group.gradients.squared_norms(self.threads)
-                squares.update((group.parameters[name], square) for name, square in found.items())
+                group_squares = group.gradients.squared_norms(self.threads)
+                squares.update((group.parameters[name], square) for name, square in group_squares.items())
         # Include parameters without a gradient, because all ranks must sum over the same parameters.
         owners = [parameter for parameter in self.parameters() if id(parameter) in self._state_groups.ids_with_state]
         if any(map(is_dtensor, owners)):
@@ -325,18 +325,18 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError("this optimizer has no averages of the weights. Construct it with ema_decay=0.999")
         self.check_not_averaged("averaged_parameters()")
         self.finish_updates()
-        swapped: list[tuple[StateGroup, Mapping[str, object]]] = []
+        swapped_groups: list[tuple[StateGroup, Mapping[str, object]]] = []
         self._is_averaged = True
         try:
             for group in self.groups:
-                updated = {name: None for name, p in group.parameters.items() if self.steps.get(p, 0)}
-                if updated:
+                updated_names = {name: None for name, p in group.parameters.items() if self.steps.get(p, 0)}
+                if updated_names:
                     with self._state_groups.deferred.recording_interrupts():
-                        group.swap_averages(updated)
-                    swapped.append((group, updated))
+                        group.swap_averages(updated_names)
+                    swapped_groups.append((group, updated_names))
             yield
         finally:
-            for group, names in swapped:
+            for group, names in swapped_groups:
                 with self._state_groups.deferred.recording_interrupts():
                     group.swap_averages(names)
             self._is_averaged = False
@@ -363,16 +363,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self.check_not_averaged("state_dict()")
         self.finish_updates()
-        saved = super().state_dict()
+        contents = super().state_dict()
         if self.saves_tensors:
-            saved["state"] = {
-                number: self._saved.tensors_of(parameter, with_master=True)
-                for number, parameter in enumerate(self.parameters())
+            contents["state"] = {
+                index: self._saved.tensors_of(parameter, with_master=True)
+                for index, parameter in enumerate(self.parameters())
                 if id(parameter) in self._state_groups.ids_with_state
             }
-            return saved
-        saved["tiered"] = self._saved.record()
-        return saved
+            return contents
+        contents["tiered"] = self._saved.record()
+        return contents
 
     @property
     def saves_tensors(self) -> bool:
@@ -383,15 +383,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return the ``state_dict`` of torch's equivalent optimizer. Its tensors are in memory-mapped files."""
         self.check_not_averaged("full_state_dict()")
         self.finish_updates()
-        saved = super().state_dict()
-        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters())}
-        saved["state"] = {
-            numbers[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
+        contents = super().state_dict()
+        indices = {id(parameter): index for index, parameter in enumerate(self.parameters())}
+        contents["state"] = {
+            indices[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
             for p in self.steps
         }
         unsupported = dict.fromkeys(optimizer_checks.UNSUPPORTED, 0)
-        saved["param_groups"] = [{**unsupported, **group} for group in saved["param_groups"]]
-        return saved
+        contents["param_groups"] = [{**unsupported, **group} for group in contents["param_groups"]]
+        return contents
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -411,12 +411,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         else:
             keys = [key for group in groups for key in group["params"]]  # some trainers save names, not numbers
             state = state_dict["state"]
-            self._saved.load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
+            self._saved.load_tensors({index: state[key] for index, key in enumerate(keys) if key in state})
         self.zero_grad()
         for state_group in self.groups:
             state_group.handle_loaded_state(with_weights=False)
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update((name, value) for name, value in saved.items() if name != "params")
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
+            group.update((name, value) for name, value in saved_group.items() if name != "params")
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return copies of a parameter's state under torch's names, in unlinked memory-mapped files.

@@ -33,13 +33,13 @@ _REJECTED_OPTIONS = {
 }
 
 
-def check_arguments(caller: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
+def check_arguments(caller: str, params: object, store: object, unknown_options: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` if ``params`` is a module, or if an option exists only in torch's optimizers."""
     if isinstance(params, nn.Module):
         raise TypeError(f"{caller} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
     if store is not None:
         check_store(store, caller)
-    for name, value in unknown.items():
+    for name, value in unknown_options.items():
         if name not in _REJECTED_OPTIONS:
             raise TypeError(f"{caller} has no option {name!r}")
         if value:
@@ -61,10 +61,10 @@ def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str, nonfi
 
 def check_groups(param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` if saved groups do not match, or if they use an unsupported variant."""
-    now = [len(group["params"]) for group in param_groups]
+    sizes = [len(group["params"]) for group in param_groups]
     saved = [len(group["params"]) for group in saved_groups]
-    if now != saved:
-        raise ValueError(f"the saved state has groups of {saved} parameters, but this optimizer has groups of {now}")
+    if sizes != saved:
+        raise ValueError(f"the saved state has groups of {saved} parameters, but this optimizer has groups of {sizes}")
     for name in (name for group in saved_groups for name in UNSUPPORTED if group.get(name)):
         raise ValueError(f"the saved optimizer used {name}, which the tiered optimizers do not support")
 

@@ -68,32 +68,32 @@ class OptimizerGroups:
         store.reserve("ram", scratch)
         try:
             with shared_state(store).rollback_on_error():
-                offloaded: list[OffloadedGroup] = []
+                offloaded_groups: list[OffloadedGroup] = []
                 for block in blocks:
                     all_kinds = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
-                    own = [kind for kind in all_kinds if kind.name != "weight"]
-                    own_names = {name: names.get(id(p), name) for name, p in block.parameters.items()}
-                    shard = block.access.shard(block.layout, own)
-                    state = StateBlocks(store, block.part.root, block.layout, own, homes, own_names, shard)
-                    offloaded.append(OffloadedGroup(block, state, deferred=self.deferred))
-                ordinary = [p for p in parameters if block_of(p) is None]
-                added = [*offloaded, *self._make_ordinary(store, ordinary, kinds, names)]
-                _check_update_memory(store, [*self.groups, *added])
+                    state_kinds = [kind for kind in all_kinds if kind.name != "weight"]
+                    segment_names = {name: names.get(id(p), name) for name, p in block.parameters.items()}
+                    shard = block.access.shard(block.layout, state_kinds)
+                    state = StateBlocks(store, block.part.root, block.layout, state_kinds, homes, segment_names, shard)
+                    offloaded_groups.append(OffloadedGroup(block, state, deferred=self.deferred))
+                ordinary_parameters = [p for p in parameters if block_of(p) is None]
+                new_groups = [*offloaded_groups, *self._make_ordinary(store, ordinary_parameters, kinds, names)]
+                _check_update_memory(store, [*self.groups, *new_groups])
         except BaseException:
             store.reserve("ram", -scratch)
             raise
         self._scratch_bytes += scratch
-        self.groups += added
-        self.ids_with_state.update(id(parameter) for group in added for parameter in group.parameters.values())
-        for one in offloaded:
-            one.attach()
+        self.groups += new_groups
+        self.ids_with_state.update(id(parameter) for group in new_groups for parameter in group.parameters.values())
+        for group in offloaded_groups:
+            group.attach()
 
     def _make_ordinary(
         self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: MakeKinds, names: Mapping[int, str]
     ) -> Iterator[OrdinaryGroup]:
         """Yield new groups of ordinary parameters. ``parameters`` follows the order of the optimizer's groups."""
-        first = sum(not group.is_offloaded for group in self.groups)
-        if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
+        first_index = sum(not group.is_offloaded for group in self.groups)
+        if parameters and not first_index and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
             raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
         shared = shared_state(store)
         parts = list(ordinary_groups.group_parameters(parameters))
@@ -101,14 +101,14 @@ class OptimizerGroups:
         bytes_at_once = _BYTES_AT_ONCE + sum(2 * kind.dtype.itemsize for kind in self._extra_kinds)
         shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
         homes = home_order(store, self._homes)
-        for number, (_, together) in enumerate(parts, first):
-            named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
-            own = [*kinds(together[0].dtype.itemsize == 2, named), *self._extra_kinds]
-            if not together[0].is_cuda:  # the parameters are the masters, or their high halves
-                own = [kind for kind in own if kind.name != "weight"]
-            root = f"{self._name}/{number:05d}"
-            layout = ordinary_groups.local_layout(root, named)
-            state = StateBlocks(store, root, layout, own, homes, {name: names[id(p)] for name, p in named.items()})
+        for group_index, (_, members) in enumerate(parts, first_index):
+            named = {f"{group_index}.{index}": parameter for index, parameter in enumerate(members)}
+            own_kinds = [*kinds(members[0].dtype.itemsize == 2, named), *self._extra_kinds]
+            if not members[0].is_cuda:  # the parameters are the masters, or their high halves
+                own_kinds = [kind for kind in own_kinds if kind.name != "weight"]
+            layout = ordinary_groups.local_layout(f"{self._name}/{group_index:05d}", named)
+            segment_names = {name: names[id(p)] for name, p in named.items()}
+            state = StateBlocks(store, layout.name, layout, own_kinds, homes, segment_names)
             gradients: GradientSource = OrdinaryGradients(named, self._copies)
             if self.offload_gradients:
                 gradients = ordinary_groups.make_gradient_block(store, layout, named, homes)
@@ -126,10 +126,10 @@ class OptimizerGroups:
 def _check_update_memory(store: TieredStore, groups: Iterable[StateGroup]) -> None:
     """Raise an error if RAM cannot hold the blocks of an update in addition to the blocks whose home is RAM."""
     ram, room = store.tier("ram"), free_home_bytes(store, "ram")
-    known = {spec.key: spec for spec in store.blocks()}
+    specs_by_key = {spec.key: spec for spec in store.blocks()}
     for group in groups:
-        specs = [known[key] for key in group.leased_keys()]
-        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
-        if need > room:
+        specs = [specs_by_key[key] for key in group.leased_keys()]
+        need_bytes = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
+        if need_bytes > room:
             detail = f"to update {group.layout.name} with its state and gradient. Increase the size of ram"
-            raise CapacityError("ram", need, max(0, room), detail=detail)
+            raise CapacityError("ram", need_bytes, max(0, room), detail=detail)

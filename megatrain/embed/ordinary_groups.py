@@ -49,9 +49,9 @@ class DeviceCopies:
             if self._slab is not None:
                 self._slab.close()
             self._slab = HostSlab(nbytes, pin=True)
-        here = self._slab.tensor[:nbytes].view(tensor.dtype)
-        self._copy(here, tensor, tensor.device)
-        return here
+        contents = self._slab.tensor[:nbytes].view(tensor.dtype)
+        self._copy(contents, tensor, tensor.device)
+        return contents
 
     def copy_to_device(self, parameter: Tensor, contents: Tensor) -> None:
         """Fill a parameter from RAM. Kernels that are queued afterwards read the new values."""
@@ -188,9 +188,9 @@ class OrdinaryGroup(StateGroup):
         if "low" not in self.state.keys:
             return local_shard(self.parameters[entry.name].detach())
         with self.state.lease("low") as lease:
-            upper = self.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + self.state.view("low", lease.tensor, entry)  # low is signed, as in the kernels
-            return mapped_copy(joined.view(torch.float32), self.store)
+            high_half = self.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
+            bits = (high_half << 16) + self.state.view("low", lease.tensor, entry)  # low is signed, as in the kernels
+            return mapped_copy(bits.view(torch.float32), self.store)
 
     def handle_loaded_state(self, *, with_weights: bool) -> None:
         self._versions.clear()  # the next update compares masters with parameters, because they are loaded separately
@@ -198,26 +198,26 @@ class OrdinaryGroup(StateGroup):
     def check_free(self) -> None:
         """Do nothing, because ordinary parameters are always in memory."""
 
-    def submit(self, pending: GroupUpdate, due: dict[OrdinaryGroup, GroupUpdate]) -> None:
-        due[self] = pending
+    def submit(self, update: GroupUpdate, updates: dict[OrdinaryGroup, GroupUpdate]) -> None:
+        updates[self] = update
 
-    def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
-        for entry in self.entries(pending.settings):
+    def _apply(self, update: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
+        for entry in self.entries(update.settings):
             gradient = self.gradients.read(entry, tensors)
-            settings = pending.settings[entry.name]
-            now = Update(settings.step, settings.lr, pending.grad_scale)
+            settings = update.settings[entry.name]
+            scalars = Update(settings.step, settings.lr, update.grad_scale)
             segment = self.state.segment(entry, settings.weight_decay, 0, first=self.first_elements.get(entry.name, 0))
             with self._master(entry, tensors) as blocks:
                 if self.has_averages and settings.step == 1:
                     begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
-                settings.rule.update(blocks, gradient, [segment], now)
+                settings.rule.update(blocks, gradient, [segment], scalars)
 
     def check_dtype_and_device(self, name: str) -> None:
         """Raise ``RuntimeError`` if a parameter was moved or converted after its state was created."""
-        values, place = self.local_values(name), self._dtypes_and_devices[name]
-        if (values.dtype, values.device) != place:
+        values, expected = self.local_values(name), self._dtypes_and_devices[name]
+        if (values.dtype, values.device) != expected:
             raise RuntimeError(
-                f"a parameter of shape {tuple(values.shape)} was {place[0]} on {place[1]} when its optimizer was "
+                f"a parameter of shape {tuple(values.shape)} was {expected[0]} on {expected[1]} when its optimizer was "
                 f"created, but is now {values.dtype} on {values.device}. Move or convert the module before that"
             )
 
@@ -282,17 +282,17 @@ def make_gradient_block(
 
 def group_parameters(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
     """Yield each group: this process's number of elements, and consecutive parameters of one dtype and device."""
-    together: list[nn.Parameter] = []
-    fewest, most = _GROUP_ELEMENTS
+    members: list[nn.Parameter] = []
+    min_elements, max_elements = _GROUP_ELEMENTS
     values = [local_shard(parameter) for parameter in parameters]
-    limit = max(fewest, min(most, max((value.numel() for value in values), default=0)))
+    limit = max(min_elements, min(max_elements, max((value.numel() for value in values), default=0)))
     kind, num_elements = None, 0
     for parameter, value in zip(parameters, values, strict=True):
-        own_kind = (value.dtype, value.device)
-        if together and (own_kind != kind or num_elements + value.numel() > limit):
-            yield num_elements, together
-            together, num_elements = [], 0
-        kind, num_elements = own_kind, num_elements + value.numel()
-        together.append(parameter)
-    if together:
-        yield num_elements, together
+        value_kind = (value.dtype, value.device)
+        if members and (value_kind != kind or num_elements + value.numel() > limit):
+            yield num_elements, members
+            members, num_elements = [], 0
+        kind, num_elements = value_kind, num_elements + value.numel()
+        members.append(parameter)
+    if members:
+        yield num_elements, members

@@ -113,25 +113,25 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
     Raises:
         OffloadError: There is nothing to offload, a dtype has no master weights, or a parameter is already in a store.
     """
-    chosen = {path: p for path, p in model.named_parameters() if not any(fnmatchcase(path, glob) for glob in leave)}
-    for path, parameter in chosen.items():
+    parameters = {path: p for path, p in model.named_parameters() if not any(fnmatchcase(path, glob) for glob in leave)}
+    for path, parameter in parameters.items():
         _check_parameter(path, parameter)
-    _check_no_aliases(chosen)
-    names = {id(parameter): path for path, parameter in chosen.items()}
+    _check_no_aliases(parameters)
+    names = {id(parameter): path for path, parameter in parameters.items()}
     if not names:
         raise OffloadError(
             f"{type(model).__name__} has no parameters to offload" + (f" besides {leave}" if leave else "")
         )
-    part_of: dict[int, Part] = {}
+    parts_by_id: dict[int, Part] = {}
     units = []
     for path, module, is_whole in _units(model, ""):
-        used = {id(p): p for p in module.parameters(recurse=is_whole) if id(p) in names}
-        if not used:
+        members = {id(p): p for p in module.parameters(recurse=is_whole) if id(p) in names}
+        if not members:
             continue
-        own = {names[key]: parameter for key, parameter in used.items() if key not in part_of}
-        for part in _parts(name, path or ROOT, own):
-            part_of.update((id(parameter), part) for parameter in part.parameters.values())
-        parts = tuple(dict.fromkeys(part_of[key] for key in used))
+        own_parameters = {names[key]: parameter for key, parameter in members.items() if key not in parts_by_id}
+        for part in _parts(name, path or ROOT, own_parameters):
+            parts_by_id.update((id(parameter), part) for parameter in part.parameters.values())
+        parts = tuple(dict.fromkeys(parts_by_id[key] for key in members))
         units.append(UnitPart(path, module, parts))
     return units
 
@@ -203,11 +203,11 @@ def _layers_of(items: nn.Module) -> frozenset[str]:
     If one item of a list is recognized as a stage, similar items are also treated as stages. In a UNet, for example,
     only stages with attention are recognized directly, but stages without attention must also be split.
     """
-    inside = {leaf: item for leaf, item in items.named_children() if _has_children(item)}
-    stages = {leaf for leaf, item in inside.items() if _has_list_with(_has_grandchildren, item)}
+    candidates = {leaf: item for leaf, item in items.named_children() if _has_children(item)}
+    stages = {leaf for leaf, item in candidates.items() if _has_list_with(_has_grandchildren, item)}
     if stages:
-        stages |= {leaf for leaf, item in inside.items() if _has_list_with(_has_children, item)}
-    return frozenset(inside.keys() - stages)
+        stages |= {leaf for leaf, item in candidates.items() if _has_list_with(_has_children, item)}
+    return frozenset(candidates.keys() - stages)
 
 
 def _has_list_with(is_match: Callable[[nn.Module], bool], module: nn.Module) -> bool:
@@ -239,9 +239,9 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
     return module.children()
 
 
-def _parts(name: str, path: str, own: dict[str, nn.Parameter]) -> list[Part]:
+def _parts(name: str, path: str, own_parameters: dict[str, nn.Parameter]) -> list[Part]:
     parts = []
-    for layout in build_layouts(path, own, by_dtype=True):
-        parameters = {entry.name: own[entry.name] for entry in layout.entries}
-        parts.append(Part(name, layout, own[layout.entries[0].name].dtype, parameters))
+    for layout in build_layouts(path, own_parameters, by_dtype=True):
+        parameters = {entry.name: own_parameters[entry.name] for entry in layout.entries}
+        parts.append(Part(name, layout, own_parameters[layout.entries[0].name].dtype, parameters))
     return parts

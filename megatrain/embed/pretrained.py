@@ -57,19 +57,19 @@ def load_pretrained(
         fetch_weights(hub, show_bar=True)
         folder = hub.folder
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
-    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _parse_dtype(dtype)
+    weight_dtype = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _parse_dtype(dtype)
     model = build_skeleton(
         config,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
-        dtype=wanted,
+        dtype=weight_dtype,
         text_only=True,
     )
     weights = WeightLoader(folder, model)
-    if left := [name for name, owner in weights.origin.passthrough.owners.items() if owner != "buffers"]:
+    if extra_names := [name for name, owner in weights.origin.passthrough.owners.items() if owner != "buffers"]:
         warnings.warn(
-            f"{folder}: {len(left)} tensors do not belong to {type(model).__name__} and will not be saved: "
-            f"{join_names(left)}",
+            f"{folder}: {len(extra_names)} tensors do not belong to {type(model).__name__} and will not be saved: "
+            f"{join_names(extra_names)}",
             stacklevel=2,
         )
     model.requires_grad_(trainable)
@@ -87,26 +87,26 @@ def load_pretrained(
 
 
 def _parse_dtype(name: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else name
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f'dtype="{name}" does not exist. Pass "bfloat16", "float32" or "auto"')
-    return found
+    return dtype
 
 
 def _load_ordinary(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
     """Load the parameters that stay outside of the store."""
-    left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
-    if not left:
+    parameters = {name: p for name, p in model.named_parameters() if block_of(p) is None}
+    if not parameters:
         return
-    places = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in left.items()}
-    layout = build_layout("left", ((name, p.shape) for name, p in left.items()), trainable=False)
-    weights.fill(layout, places)
-    names = {id(parameter): name for name, parameter in left.items()}
-    made: dict[str, nn.Parameter] = {}
+    values = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in parameters.items()}
+    layout = build_layout("left", ((name, p.shape) for name, p in parameters.items()), trainable=False)
+    weights.fill(layout, values)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    new_parameters: dict[str, nn.Parameter] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in names:
                 name = names[id(parameter)]
-                if name not in made:
-                    made[name] = nn.Parameter(places[name].to(device), parameter.requires_grad)
-                module._parameters[leaf] = made[name]
+                if name not in new_parameters:
+                    new_parameters[name] = nn.Parameter(values[name].to(device), parameter.requires_grad)
+                module._parameters[leaf] = new_parameters[name]

@@ -119,16 +119,16 @@ class LocalBlocks:
             homes: Home tiers of the module's blocks, by key.
             home_bytes_in: Function that returns the bytes of these homes in a tier.
         """
-        where = self.tier
-        tier = self.store.tier(where)
-        room = free_home_bytes(self.store, where) - home_bytes_in(where)
+        name = self.tier
+        tier = self.store.tier(name)
+        room = free_home_bytes(self.store, name) - home_bytes_in(name)
         for unit in units:
-            needed = {part.weight_key: part.weight_bytes for part in enclosing_parts(unit, units)}
-            needed.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
-            need = sum(tier.slot_bytes(nbytes) for key, nbytes in needed.items() if homes[key] != where)
-            if need > room:
-                detail = f"to run {unit.name or 'the module'} with its parts. Increase the size of {where}"
-                raise CapacityError(where, need, max(0, room), detail=detail)
+            sizes = {part.weight_key: part.weight_bytes for part in enclosing_parts(unit, units)}
+            sizes.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
+            need_bytes = sum(tier.slot_bytes(nbytes) for key, nbytes in sizes.items() if homes[key] != name)
+            if need_bytes > room:
+                detail = f"to run {unit.name or 'the module'} with its parts. Increase the size of {name}"
+                raise CapacityError(name, need_bytes, max(0, room), detail=detail)
 
 
 def find_homes(
@@ -143,28 +143,28 @@ def find_homes(
         OffloadError: The store already contains a module with this name.
     """
     store, parts = access.store, parts_of(units)
-    wanted = [
+    requests = [
         HomeRequest(part.weight_key, access.num_elements(part.layout) * part.dtype.itemsize, tuple(weights), True)
         for part in parts
     ]
-    wanted += [
+    requests += [
         HomeRequest(key, num_elements * torch.float32.itemsize, tuple(gradients), False)
         for part in parts
         if part.layout.trainable
         for key, num_elements in access.gradient_elements(part).items()
     ]
-    known = {spec.key for spec in store.blocks()}
-    if any(block.key in known for block in wanted):
+    existing_keys = {spec.key for spec in store.blocks()}
+    if any(block.key in existing_keys for block in requests):
         raise OffloadError(
             f'this store already has a module "{name}". Choose another: megatrain.offload(..., name="...")'
         )
     shared = shared_state(store)
 
     def home_bytes_in(where: str) -> int:
-        return sum(store.tier(where).slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
+        return sum(store.tier(where).slot_bytes(block.nbytes) for block in requests if homes[block.key] == where)
 
     with shared.working_room(access.working_bytes(units)):
         access.reserve_memory(units)
-        homes = dict(zip([block.key for block in wanted], shared.choose_homes(wanted), strict=True))
+        homes = dict(zip([block.key for block in requests], shared.choose_homes(requests), strict=True))
         access.check_working_set(units, homes, home_bytes_in)
     return homes

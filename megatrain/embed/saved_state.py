@@ -79,14 +79,14 @@ class SavedState:
             TransferError: A drive reported an error.
         """
         generation = _commit_changes(self._store)
-        numbers = {id(parameter): number for number, parameter in enumerate(self._optimizer.parameters())}
+        indices = {id(parameter): index for index, parameter in enumerate(self._optimizer.parameters())}
         return {
             "format": _FORMAT,
             "store": None if self._store.path is None else os.path.abspath(self._store.path),
             "generation": generation,
             "mark": shared_state(self._store).mark,
             "blocks": _fingerprint(self._store),
-            "steps": {numbers[id(parameter)]: count for parameter, count in self._optimizer.steps.items()},
+            "steps": {indices[id(parameter)]: count for parameter, count in self._optimizer.steps.items()},
             "shards": self._shards,
         }
 
@@ -96,16 +96,16 @@ class SavedState:
             raise ValueError(
                 f"this state was saved by a newer version (format {record['format']}): update megatrain-tier"
             )
-        if (saved_by := record.get("shards")) != self._shards:
+        if (shards := record.get("shards")) != self._shards:
             raise ValueError(
-                f"this state names a generation of {_owner_of(saved_by)}, but this is {_owner_of(self._shards)}. Each "
+                f"this state names a generation of {_owner_of(shards)}, but this is {_owner_of(self._shards)}. Each "
                 "rank can load only its own state, with the same number of ranks. For checkpoints that any number of "
                 f'ranks can load, create {type(self._optimizer).__name__} with checkpoint="tensors"'
             )
         self._load_blocks(record)
         parameters = self._optimizer.parameters()
         self._optimizer.steps.clear()
-        self._optimizer.steps.update((parameters[number], count) for number, count in record["steps"].items())
+        self._optimizer.steps.update((parameters[index], count) for index, count in record["steps"].items())
 
     def _load_blocks(self, record: Mapping[str, Any]) -> None:
         store, shared = self._store, shared_state(self._store)
@@ -147,40 +147,40 @@ class SavedState:
             with_master: Whether to include the fp32 master if the parameter is only its high half.
         """
         group, entry = self.group_of(parameter)
-        found: dict[str, Any] = {"step": torch.tensor(float(self._optimizer.steps.get(parameter, 0)))}
+        state: dict[str, Any] = {"step": torch.tensor(float(self._optimizer.steps.get(parameter, 0)))}
         for name, kind in group.state.kinds.items():
             if name not in ("weight", "low") and kind.granularity == 1 and kind.length_of(entry):
                 moment = self._moment(group, name, entry)
                 if kind.elements_of is None or name in self._optimizer.torch_names:
                     moment = moment.view(entry.shape)
                     moment = make_dtensor(moment, parameter) if is_dtensor(parameter) else moment
-                found[self._optimizer.torch_names_of(parameter).get(name, name)] = moment
+                state[self._optimizer.torch_names_of(parameter).get(name, name)] = moment
         if with_master and "low" in group.state.keys and not group.is_offloaded:
             master = group.read_master(entry).view(entry.shape)
-            found[_MASTER] = make_dtensor(master, parameter) if is_dtensor(parameter) else master
-        return found
+            state[_MASTER] = make_dtensor(master, parameter) if is_dtensor(parameter) else master
+        return state
 
     def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Load state that was saved by torch's equivalent optimizer."""
         parameters = self._optimizer.parameters()
         if state and not self._optimizer.torch_names:
             raise ValueError(f"{type(self._optimizer).__name__} cannot load the state of a different optimizer")
-        for number, values in state.items():
-            for torch_name in (*self._optimizer.torch_names_of(parameters[number]).values(), EMA.name):
-                found, shape = values.get(torch_name), tuple(parameters[number].shape)
-                if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
-                    raise ValueError(f"{torch_name} of parameter {number} does not have the shape {shape}")
-                if found is not None:
-                    _check_same_sharding(f"{torch_name} of parameter {number}", found, parameters[number])
-        for number, parameter in enumerate(parameters):
-            values = state.get(number, {})
+        for index, values in state.items():
+            for torch_name in (*self._optimizer.torch_names_of(parameters[index]).values(), EMA.name):
+                tensor, shape = values.get(torch_name), tuple(parameters[index].shape)
+                if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape):
+                    raise ValueError(f"{torch_name} of parameter {index} does not have the shape {shape}")
+                if tensor is not None:
+                    _check_same_sharding(f"{torch_name} of parameter {index}", tensor, parameters[index])
+        for index, parameter in enumerate(parameters):
+            values = state.get(index, {})
             if not values and parameter not in self._optimizer.steps:
                 continue
             group, entry = self.group_of(parameter)
             for kind, torch_name in self._optimizer.torch_names_of(parameter).items():
                 if kind in group.state.keys:
-                    found = values.get(torch_name)
-                    flat = None if found is None else _flat_local(found)
+                    tensor = values.get(torch_name)
+                    flat = None if tensor is None else _flat_local(tensor)
                     self._set_moment(group, kind, entry, flat)
             if "low" in group.state.keys and isinstance(master := values.get(_MASTER), Tensor):
                 self._set_master(group, entry, _flat_local(master))
@@ -197,13 +197,13 @@ class SavedState:
     def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, TensorEntry]:
         """Return a parameter's group and layout entry. Raise ``TypeError`` if this rank has only a shard of them."""
         for group in self._optimizer.groups:
-            for name, own in group.parameters.items():
-                if own is parameter and group.state.shard is not None:
+            for name, member in group.parameters.items():
+                if member is parameter and group.state.shard is not None:
                     raise TypeError(
                         f"this rank has only a shard of the state of {group.layout.name}. Use state_dict() and "
                         "load_state_dict() on each rank"
                     )
-                if own is parameter:
+                if member is parameter:
                     return group, next(group.entries({name: None}))
         raise KeyError("this parameter is frozen, or belongs to another optimizer")
 
@@ -213,9 +213,9 @@ class SavedState:
         with group.state.lease("low", "rw") as lease:
             group.state.view("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
         if "weight" in group.state.keys:
-            upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+            high_half = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
             with group.state.lease("weight", "rw") as lease:
-                group.state.view("weight", lease.tensor, entry).copy_(upper)
+                group.state.view("weight", lease.tensor, entry).copy_(high_half)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
         """Return a flat fp32 copy of a parameter's state of the given kind."""
@@ -224,8 +224,8 @@ class SavedState:
             if part.dtype != torch.uint8:
                 return mapped_copy(part.float(), self._store)
             with group.state.lease(f"{kind}_scale") as scales:
-                own = group.state.view(f"{kind}_scale", scales.tensor, entry)
-                return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
+                scale = group.state.view(f"{kind}_scale", scales.tensor, entry)
+                return mapped_copy(decode_moments(part, scale, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
         """Set a parameter's state of the given kind, rounded to nearest. ``values`` is flat, or None for zeros."""
@@ -236,22 +236,22 @@ class SavedState:
                 return
             codes, scales = encode_moments(torch.zeros(entry.numel) if values is None else values, is_signed(kind))
             part.copy_(codes)
-            with group.state.lease(f"{kind}_scale", "rw") as other:
-                group.state.view(f"{kind}_scale", other.tensor, entry).copy_(scales)
+            with group.state.lease(f"{kind}_scale", "rw") as scale_lease:
+                group.state.view(f"{kind}_scale", scale_lease.tensor, entry).copy_(scales)
 
 
-def _check_same_sharding(what: str, values: Tensor, parameter: nn.Parameter) -> None:
+def _check_same_sharding(name: str, values: Tensor, parameter: nn.Parameter) -> None:
     """Raise ``ValueError`` if loaded state and its parameter are sharded differently."""
     if is_dtensor(parameter) != is_dtensor(values):
         raise ValueError(
-            f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, but the parameter is not. Load "
+            f"{name} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, but the parameter is not. Load "
             "it with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which shards it"
         )
     if is_dtensor(parameter) and is_dtensor(values):
-        found, wanted = (values.device_mesh, values.placements), (parameter.device_mesh, parameter.placements)
-        if found != wanted:
+        loaded, target = (values.device_mesh, values.placements), (parameter.device_mesh, parameter.placements)
+        if loaded != target:
             raise ValueError(
-                f"{what} has the placements {found[1]} on {found[0]}, the parameter has {wanted[1]} on {wanted[0]}. "
+                f"{name} has the placements {loaded[1]} on {loaded[0]}, the parameter has {target[1]} on {target[0]}. "
                 "Redistribute it, or load it with torch.distributed.checkpoint, which redistributes"
             )
 
@@ -276,18 +276,18 @@ def _commit_changes(store: TieredStore) -> int | None:
     for optimizer in shared.optimizers:
         optimizer.check_not_averaged("state_dict() of an optimizer in this store")
     shared.finish_updates()
-    when, generation = shared.last_commit
-    if when == shared.num_changes:
+    num_changes, generation = shared.last_commit
+    if num_changes == shared.num_changes:
         return generation
     if store.path is None:
         raise GenerationError("this store has no folder to save to. Use open_store(path=...) or open_store(nvme=[...])")
-    if generation is None and (earlier := list_generations(store.path)):
+    if generation is None and (old_generations := list_generations(store.path)):
         _log.warning(
             "'%s' contains generations %s of an earlier program, which this program has not loaded. New checkpoints "
             "replace them. To keep them, stop now and open the store in another folder. To resume from one, load it "
             "with load_state_dict",
             store.path,
-            ", ".join(map(str, earlier)),
+            ", ".join(map(str, old_generations)),
         )
     changes = shared.num_changes
     mark = secrets.token_hex(16)
@@ -305,19 +305,19 @@ def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
         GenerationError: Neither folder contains the generation.
     """
     generation = record["generation"]
-    looked = []
+    reasons = []
     for path in dict.fromkeys(Path(path).resolve() for path in (store.path, record["store"]) if path is not None):
         try:
             manifest = read_manifest(path, generation)
         except GenerationError as error:
-            looked.append(f"{path}: {error}")
+            reasons.append(f"{path}: {error}")
             continue
         if manifest.meta.get(_MARK) == record["mark"]:
             return path
-        looked.append(f"{path} has a generation {generation} of a different run")
+        reasons.append(f"{path} has a generation {generation} of a different run")
     raise GenerationError(
         f"the optimizer's state names generation {generation} of {record['store']}, which does not exist: "
-        f"{'; '.join(looked)}. A store keeps only its newest generations, see open_store(keep_generations=...). If "
+        f"{'; '.join(reasons)}. A store keeps only its newest generations, see open_store(keep_generations=...). If "
         "its folder was moved, open the store at the new path"
     )
 

@@ -83,17 +83,17 @@ class ModuleRanks(LocalBlocks):
         """Announce this rank's next collective. All ranks raise ``RanksDifferError`` if their announcements differ."""
         self._num_announced += 1
         digest = xxh3_128_digest(f"{self._num_announced} {operation}".encode())
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        found = torch.empty(self.size * len(own), dtype=torch.uint8)
-        self.collectives.gather(found, own)
-        rows = found.view(self.size, -1)
+        message = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        messages = torch.empty(self.size * len(message), dtype=torch.uint8)
+        self.collectives.gather(messages, message)
+        rows = messages.view(self.size, -1)
         if bool((rows == rows[0]).all()):
             return
-        texts = self.collectives.gather_objects((self._num_announced, operation))
-        other = next(rank for rank, each in enumerate(texts) if each != texts[0])
+        calls = self.collectives.gather_objects((self._num_announced, operation))
+        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         raise RanksDifferError(
-            f"the ranks of an offloaded module do different things: rank 0 comes to {_text(texts[0])}, rank {other} to "
-            f"{_text(texts[other])}. All ranks must use the same modules in the same order, in forward and backward, "
+            f"the ranks of an offloaded module do different things: rank 0 comes to {_text(calls[0])}, rank {other} to "
+            f"{_text(calls[other])}. All ranks must use the same modules in the same order, in forward and backward, "
             "and must all call step(), state_dict() and gathered(). Give a rank without data a batch without labels "
             "(loss * 0), and skip modules either on all ranks or on none"
         )
@@ -119,10 +119,10 @@ class ModuleRanks(LocalBlocks):
             )
         return LayoutShard(self.rank, self.size, self.owned_range(layout), self.num_elements(layout))
 
-    def write_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
+    def write_shard(self, shard: Tensor, layout: UnitLayout, full_copy: Tensor) -> None:
         """Copy this rank's elements from a full copy to the shard. Fill the rest of the shard with zeros."""
         owned = self.owned_range(layout)
-        shard[: len(owned)].copy_(full[owned.start : owned.stop])
+        shard[: len(owned)].copy_(full_copy[owned.start : owned.stop])
         shard[len(owned) :].zero_()
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
@@ -131,10 +131,10 @@ class ModuleRanks(LocalBlocks):
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Reserve at least ``nbytes`` in a tier outside of blocks. Raise ``CapacityError`` if the tier is full."""
-        more = nbytes - self._reserved_bytes[tier]
-        if more > 0:
-            self.store.reserve(tier, more)
-            self._reserved_bytes[tier] += more
+        extra_bytes = nbytes - self._reserved_bytes[tier]
+        if extra_bytes > 0:
+            self.store.reserve(tier, extra_bytes)
+            self._reserved_bytes[tier] += extra_bytes
 
     def release_reserved(self) -> None:
         """Release all reserved memory."""
@@ -162,23 +162,23 @@ class ModuleRanks(LocalBlocks):
         Args:
             sums: This rank's sums, by lane. Each contains the concatenated shards of all ranks, and is overwritten.
         """
-        own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
-        of_ranks = [self.lanes.rank_sums(rank) for rank in range(self.size)]
-        mine = [total(first, stop, own, Tensor.add_) for first, stop in of_ranks[self.rank]]
-        length = mine[0].numel() // self.size
+        lane_sums = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
+        rank_ranges = [self.lanes.rank_sums(rank) for rank in range(self.size)]
+        own_sums = [total(first, stop, lane_sums, Tensor.add_) for first, stop in rank_ranges[self.rank]]
+        length = own_sums[0].numel() // self.size
         received = torch.empty(self.lanes.num_sums * length, dtype=torch.float32)
-        found: dict[tuple[int, int], Tensor] = {}
+        range_sums: dict[tuple[int, int], Tensor] = {}
         start = 0
-        for number in range(max(map(len, of_ranks))):
-            lengths = [length * (number < len(ranges)) for ranges in of_ranks]
+        for index in range(max(map(len, rank_ranges))):
+            lengths = [length * (index < len(ranges)) for ranges in rank_ranges]
             stop = start + sum(lengths)
-            has_one = number < len(mine)
-            sent = mine[number] if has_one else received[:0]
-            self.collectives.exchange(received[start:stop], sent, lengths, [length * has_one] * self.size)
+            is_sender = index < len(own_sums)
+            payload = own_sums[index] if is_sender else received[:0]
+            self.collectives.exchange(received[start:stop], payload, lengths, [length * is_sender] * self.size)
             rows = iter(received[start:stop].view(-1, length))
-            found.update((ranges[number], next(rows)) for ranges in of_ranks if number < len(ranges))
+            range_sums.update((ranges[index], next(rows)) for ranges in rank_ranges if index < len(ranges))
             start = stop
-        return total(0, self.lanes.count, found, Tensor.add_)
+        return total(0, self.lanes.count, range_sums, Tensor.add_)
 
     def lease(self, part: Part, mode: Mode) -> WeightLease:
         """Return a full copy of a part's weights, gathered from all ranks. This is a collective."""
@@ -192,9 +192,9 @@ class ModuleRanks(LocalBlocks):
             self.store.acquire(part.weight_key, "ram", "w") as lease,
             self.use_memory("ram", part.weight_bytes),
         ):
-            full = torch.zeros(part.layout.num_elements, dtype=part.dtype)
-            yield full
-            self.write_shard(lease.tensor, part.layout, full)
+            full_copy = torch.zeros(part.layout.num_elements, dtype=part.dtype)
+            yield full_copy
+            self.write_shard(lease.tensor, part.layout, full_copy)
 
     def is_copy(self, home: str) -> bool:
         """Return True, because a full copy is never stored in the home."""
@@ -232,11 +232,11 @@ class ModuleRanks(LocalBlocks):
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
         """Return the RAM in bytes for updating the largest shard, or for the sums of one exchange if larger."""
-        most = 0
+        max_bytes = 0
         for part in parts_of(units):
-            sums = len(self.own_lanes) * self.gathered_bytes(part.layout, torch.float32)
-            most = max(most, UPDATE_BYTES * self.num_elements(part.layout), sums)
-        return most
+            sum_bytes = len(self.own_lanes) * self.gathered_bytes(part.layout, torch.float32)
+            max_bytes = max(max_bytes, UPDATE_BYTES * self.num_elements(part.layout), sum_bytes)
+        return max_bytes
 
     def reserve_memory(self, units: Sequence[UnitPart]) -> None:
         """Reserve memory outside of blocks. Raise ``CapacityError`` if a tier is too small.
@@ -250,27 +250,27 @@ class ModuleRanks(LocalBlocks):
             parts = enclosing_parts(unit, units)
             copies = max(copies, sum(self.gathered_bytes(part.layout, part.dtype) for part in parts))
             for part in parts:
-                staged = 0 if computes_in_ram else self.gathered_bytes(part.layout, part.dtype)
-                scratch_bytes = max(scratch_bytes, self.exchange_bytes(part.layout), staged)
+                staged_bytes = 0 if computes_in_ram else self.gathered_bytes(part.layout, part.dtype)
+                scratch_bytes = max(scratch_bytes, self.exchange_bytes(part.layout), staged_bytes)
         self.reserve("ram", max(copies, scratch_bytes) if computes_in_ram else scratch_bytes)
         if not computes_in_ram:
             self.reserve(self.compute_tier, copies)
 
     def check_working_set(self, units: Sequence[UnitPart], homes: Homes, home_bytes_in: Callable[[str], int]) -> None:
         """Raise ``CapacityError`` if a GPU tier cannot hold the largest gradient sum next to homes and copies."""
-        where = self.compute_tier
-        if where == "ram":
+        name = self.compute_tier
+        if name == "ram":
             return
-        tier = self.store.tier(where)
-        room = free_home_bytes(self.store, where) - home_bytes_in(where) - self._reserved_bytes[where]
+        tier = self.store.tier(name)
+        room = free_home_bytes(self.store, name) - home_bytes_in(name) - self._reserved_bytes[name]
         for part in parts_of(units):
-            need = tier.slot_bytes(self.gathered_bytes(part.layout, torch.float32))
+            need_bytes = tier.slot_bytes(self.gathered_bytes(part.layout, torch.float32))
             lane = lane_key(part.gradient_key, self.own_lanes[0])
-            if part.layout.trainable and homes[lane] != where and need > room:
+            if part.layout.trainable and homes[lane] != name and need_bytes > room:
                 detail = (
-                    f"to sum the gradients of {part.layout.name} next to gathered weights. Increase the size of {where}"
+                    f"to sum the gradients of {part.layout.name} next to gathered weights. Increase the size of {name}"
                 )
-                raise CapacityError(where, need, max(0, room), detail=detail)
+                raise CapacityError(name, need_bytes, max(0, room), detail=detail)
 
 
 def lane_key(gradient_key: str, lane: int) -> str:
@@ -300,10 +300,10 @@ class UnshardedBlock:
         if self.mode == "w":
             return torch.zeros(count, dtype=dtype, device=ranks.device)
         with ranks.use_memory("ram", 0 if ranks.compute_tier == "ram" else nbytes):
-            full = torch.empty(count, dtype=dtype)
+            full_copy = torch.empty(count, dtype=dtype)
             with self._ranks.store.acquire(self._part.weight_key, "ram", "r") as lease:
-                ranks.collectives.gather(full, lease.tensor)
-            return full.to(ranks.device)  # the call waits for the copy, because the source is not pinned
+                ranks.collectives.gather(full_copy, lease.tensor)
+            return full_copy.to(ranks.device)  # the call waits for the copy, because the source is not pinned
 
     def release(self) -> None:
         """Write this rank's shard to the store if the copy is writable, then drop the copy."""
@@ -338,7 +338,7 @@ class SharedGradients(GradientBlock):
         if self.updater is not None:
             self.updater.finish_update()  # the previous step's update reads the block
         with self.ranks.use_memory("ram", self.ranks.exchange_bytes(self.layout)):
-            modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_by_lane.items()}
+            modes = {lane: "rw" if names else "w" for lane, names in self._filled_by_lane.items()}
             requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
             with torch.no_grad(), self._store.acquire_many([*requests, (self.key, "ram", "w")]) as leases:
                 sums = {lane: leases.of(key).tensor for lane, key in self._lane_keys.items()}
@@ -349,31 +349,31 @@ class SharedGradients(GradientBlock):
             self._store.discard(key)
         self.is_exchanged = True
 
-    def _zero_unfilled(self, sums: Tensor, filled: set[str]) -> None:
+    def _zero_unfilled(self, sums: Tensor, names: set[str]) -> None:
         """Zero a lane's sums of parameters that have no gradient in this lane."""
-        if not filled:
+        if not names:
             sums.zero_()
-        for entry in self.layout.entries if filled else ():
-            if entry.name not in filled:
+        for entry in self.layout.entries if names else ():
+            if entry.name not in names:
                 self.view(sums, entry).zero_()
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
         """Return the sums of squares of consecutive chunks of 65,536 elements in this rank's shard, in order."""
         owned = len(self.ranks.owned_range(self.layout))
         with self._store.acquire(self.key, "ram") as lease:
-            found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
-        return found
+            squares: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
+        return squares
 
     def clear(self) -> None:
         super().clear()
         self.is_exchanged = False
-        for filled in self._filled_by_lane.values():
-            filled.clear()
+        for names in self._filled_by_lane.values():
+            names.clear()
 
     def drop_gradient(self, parameter: nn.Parameter) -> None:
         super().drop_gradient(parameter)
-        for filled in self._filled_by_lane.values():
-            filled.discard(self._names[id(parameter)])
+        for names in self._filled_by_lane.values():
+            names.discard(self._names[id(parameter)])
 
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
         if self.is_exchanged:
@@ -381,13 +381,13 @@ class SharedGradients(GradientBlock):
                 f"a gradient of {entry.name} arrived after gradients were exchanged for the norm. Run all "
                 "backward passes of a step before measure_grad_norm(), or clear the gradients"
             )
-        filled = self._filled_by_lane[self.ranks.lane]
+        names = self._filled_by_lane[self.ranks.lane]
         key = self._lane_keys[self.ranks.lane]
-        with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
-            if not filled:
+        with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if names else "w") as lease:
+            if not names:
                 lease.tensor.zero_()  # zero all padding, because the exchange also adds the padding
             sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
-            GradientAccumulator(sums, filled).add(entry.name, gradient)
+            GradientAccumulator(sums, names).add(entry.name, gradient)
         self._filled.add(entry.name)
 
 
@@ -403,30 +403,30 @@ def exchange_gradients(
         groups: Groups of the step. Only shared groups whose gradients are not exchanged yet are exchanged.
         with_norm: Whether to compute norms. Without norms, the result is empty.
     """
-    found: dict[nn.Parameter, float] = {}
-    shared = {one: group for group in groups if isinstance(one := group.gradients, SharedGradients)}
-    for ranks in dict.fromkeys(one.ranks for one in shared):
+    norms: dict[nn.Parameter, float] = {}
+    sources = {source: group for group in groups if isinstance(source := group.gradients, SharedGradients)}
+    for ranks in dict.fromkeys(source.ranks for source in sources):
         ranks.announce("the end of a backward: step() or measure_grad_norm()")
-        gradients = [one for one in shared if one.ranks is ranks]
-        if not all(one.is_exchanged for one in gradients):
-            filled = ranks.collectives.gather_objects([one.filled_names for one in gradients])
-            for one, *names in zip(gradients, *filled, strict=True):
-                one.exchange(set().union(*names))
+        gradients = [source for source in sources if source.ranks is ranks]
+        if not all(source.is_exchanged for source in gradients):
+            filled = ranks.collectives.gather_objects([source.filled_names for source in gradients])
+            for source, *names in zip(gradients, *filled, strict=True):
+                source.exchange(set().union(*names))
         if not with_norm:
             continue
-        partials = ranks.collectives.gather_objects([one.partial_squares(threads) for one in gradients])
-        for one, *of_ranks in zip(gradients, *partials, strict=True):
-            squares = add_in_order(torch.tensor([chunk for each in of_ranks for chunk in each], dtype=torch.float64))
-            if one.filled_names:
-                found[next(iter(shared[one].parameters.values()))] = squares * one.factor**2
-    return found
+        partials = ranks.collectives.gather_objects([source.partial_squares(threads) for source in gradients])
+        for source, *by_rank in zip(gradients, *partials, strict=True):
+            squares = add_in_order(torch.tensor([chunk for part in by_rank for chunk in part], dtype=torch.float64))
+            if source.filled_names:
+                norms[next(iter(sources[source].parameters.values()))] = squares * source.factor**2
+    return norms
 
 
 def _check_trained_parameters(model: nn.Module, parts: Sequence[Part]) -> None:
     """Raise an error if a trained parameter is outside of the store, because each rank would train it separately."""
-    shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
+    stored_ids = {id(parameter) for part in parts for parameter in part.parameters.values()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in shared:
+        if parameter.requires_grad and id(parameter) not in stored_ids:
             raise OffloadError(
                 f"{name} is trained but left out of the store, so with group=... its gradient would stay on one rank. "
                 "Freeze it, or offload it too"
@@ -438,11 +438,11 @@ def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[Un
     parts = {"gradient_lanes": str(ranks.lanes.count)}
     parts |= {f"the layout of {layout.name}": str(layout.entries) for layout in layouts}
     for name, parameter in model.named_parameters():
-        is_here = parameter.device.type != "meta"
-        numbers = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data if is_here else b""
-        parts[name] = f"{parameter.dtype}, {parameter.requires_grad}, {xxh3_128_digest(numbers).hex()}"
+        is_loaded = parameter.device.type != "meta"
+        values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data if is_loaded else b""
+        parts[name] = f"{parameter.dtype}, {parameter.requires_grad}, {xxh3_128_digest(values).hex()}"
     check_same(ranks.collectives.gather_objects, "offloaded module", parts)
 
 
-def _text(announced: tuple[int, str]) -> str:
-    return f"{announced[1]} as number {announced[0]}"
+def _text(announcement: tuple[int, str]) -> str:
+    return f"{announcement[1]} as number {announcement[0]}"

@@ -66,8 +66,8 @@ class Elements:
 
     def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
         """Return new memory on ``device`` with the elements at their original positions. Other bytes are undefined."""
-        last = sum((count - 1) * step for count, step in zip(self.counts, self.strides, strict=True))
-        nbytes = self.start + (last + 1) * self.itemsize - self.first_byte
+        last_index = sum((count - 1) * step for count, step in zip(self.counts, self.strides, strict=True))
+        nbytes = self.start + (last_index + 1) * self.itemsize - self.first_byte
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
         self._view_in(memory, self.first_byte).copy_(self._reshape(contents))
         return memory

@@ -109,5 +109,5 @@ class StateBlocks:
         segment = self.segment(entry, weight_decay, entry.offset)
         if self.shard is None:
             return segment
-        inside = segment.within(self.shard.owned)
-        return inside if inside.start < inside.stop else None
+        part = segment.within(self.shard.owned)
+        return part if part.start < part.stop else None

@@ -45,8 +45,8 @@ class StepCounter:
             ValueError: A changed setting needs state that does not exist. No step is counted.
         """
         with_gradient = {id(group.parameters[name]) for group, names in taken for name in names}
-        found: dict[int, Settings] = {}
-        counted: dict[nn.Parameter, int] = {}
+        settings: dict[int, Settings] = {}
+        new_counts: dict[nn.Parameter, int] = {}
         for param_group in param_groups:
             own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
             rule, lr = self._rule(param_group), float(param_group["lr"])
@@ -55,11 +55,11 @@ class StepCounter:
                 {kind.name for kind in rule.state_kinds(False)} - {"weight"}, own, [group for group, _ in taken]
             )
             counts = [self.steps.get(parameter, 0) + 1 for parameter in own]
-            at_step = {step: Settings(rule, step, lr, decay) for step in set(counts)}
-            counted.update(zip(own, counts, strict=True))
-            found.update(zip(map(id, own), map(at_step.__getitem__, counts), strict=True))
-        self.steps.update(counted)
-        return found
+            step_settings = {step: Settings(rule, step, lr, decay) for step in set(counts)}
+            new_counts.update(zip(own, counts, strict=True))
+            settings.update(zip(map(id, own), map(step_settings.__getitem__, counts), strict=True))
+        self.steps.update(new_counts)
+        return settings
 
     def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         key = tuple(_comparable(settings[name]) for name in self._names)
@@ -74,4 +74,4 @@ def _comparable(value: Any) -> Any:
     """Convert a number or sequence to floats, so that it compares by value. Return text and None unchanged."""
     if value is None or isinstance(value, str):
         return value
-    return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)
+    return tuple(float(item) for item in value) if isinstance(value, list | tuple) else float(value)

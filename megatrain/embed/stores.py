@@ -79,16 +79,16 @@ def open_store(
             tiers.append(
                 GpuTier(_resolve_size("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device))
             )
-        here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if rank else 1  # torchrun sets the variable
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if rank else 1  # torchrun sets the variable
         available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
-        ram_bytes, total = _resolve_size("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
+        ram_bytes, total = _resolve_size("ram", ram, total_ram_bytes() // ranks, available // ranks), total_ram_bytes()
         if ram_bytes > total:
             text = f"ram={ram!r} exceeds the {format_size(total)} of this machine. Pass less, or add a drive with nvme="
             raise ValueError(text)
         tiers.append(RamTier(ram_bytes))
         if drives:
             free = _free_bytes(drives)
-            size = _resolve_size("nvme_size", nvme_size or "auto", free // here, int(free * _FREE_DISK_SHARE) // here)
+            size = _resolve_size("nvme_size", nvme_size or "auto", free // ranks, int(free * _FREE_DISK_SHARE) // ranks)
             if nvme_size is None:
                 _log.warning(
                     "nvme_size is not set, so the store may use up to %s of %s, nine tenths of the free space. "
@@ -106,8 +106,8 @@ def open_store(
             on_full=on_full,
         )
     except BaseException:
-        for one in tiers:
-            one.close()
+        for tier in tiers:
+            tier.close()
         raise
     atexit.register(_close, ref(store))
     for drive in drives:
@@ -115,9 +115,9 @@ def open_store(
     return store
 
 
-def _close(found: ref[TieredStore]) -> None:
+def _close(reference: ref[TieredStore]) -> None:
     """Close the store at the end of the program if it is still open, so that its files do not stay on the drive."""
-    if (store := found()) is not None:
+    if (store := reference()) is not None:
         store.give_up_waiting()
         store.close()
 
@@ -140,9 +140,9 @@ def release(store: TieredStore, tier: str) -> int:
     for transfer in [store.evict(key, tier) for key in copies]:
         transfer.wait()
     store.wait_idle()
-    held = [key for key in copies if store.where(key).get(tier, CopyState.ABSENT) is not CopyState.ABSENT]
-    if held:
-        raise LeaseError(f"{held[0]} is in use in tier '{tier}'. Call release() between steps, outside of a forward")
+    keys = [key for key in copies if store.where(key).get(tier, CopyState.ABSENT) is not CopyState.ABSENT]
+    if keys:
+        raise LeaseError(f"{keys[0]} is in use in tier '{tier}'. Call release() between steps, outside of a forward")
     free = owner.usage().free_bytes
     store.reserve(tier, free)  # makes the tier drop its free buffers
     store.reserve(tier, -free)
@@ -152,8 +152,8 @@ def release(store: TieredStore, tier: str) -> int:
 def check_store(store: object, call: str) -> None:
     """Raise ``TypeError`` if ``store`` is not a store, for example a size. ``call`` is the name of the caller."""
     if not isinstance(store, TieredStore):
-        given = f'ram="{store}"' if isinstance(store, str) else 'ram="auto"'
-        raise TypeError(f"{call} takes the store that megatrain.open_store({given}) returns, not {store!r:.60}")
+        example = f'ram="{store}"' if isinstance(store, str) else 'ram="auto"'
+        raise TypeError(f"{call} takes the store that megatrain.open_store({example}) returns, not {store!r:.60}")
 
 
 def _resolve_size(option: str, size: Size, total: int, auto: int) -> int:
@@ -167,14 +167,14 @@ def _resolve_size(option: str, size: Size, total: int, auto: int) -> int:
 
 def _check_byte_count(option: str, size: object) -> int:
     """Return a size in bytes. Raise an error if the number is small, because it probably lacks a unit."""
-    forms = f'{option}="4GiB", "90%" or "auto"'
+    examples = f'{option}="4GiB", "90%" or "auto"'
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise ValueError(
-            f"{option}={size!r} is not a size, which is text or a whole number of bytes. Write for example {forms}"
+            f"{option}={size!r} is not a size, which is text or a whole number of bytes. Write for example {examples}"
         )
     nbytes = operator.index(size)
     if nbytes <= 0:
-        raise ValueError(f"{option}={nbytes} is not a size. Write for example {forms}")
+        raise ValueError(f"{option}={nbytes} is not a size. Write for example {examples}")
     if nbytes < _MIN_BYTES:
         raise ValueError(f'{option}={nbytes} means {nbytes} bytes. Write the unit: {option}="{nbytes}GiB"')
     return nbytes
@@ -188,12 +188,12 @@ def _example_size(nbytes: int) -> str:
 
 def _free_bytes(folders: Sequence[Path]) -> int:
     """Return the free bytes on the folders' file systems. Folders on the same file system count once."""
-    found: dict[int, int] = {}
+    free_bytes: dict[int, int] = {}
     for folder in folders:
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        stat = os.statvfs(existing)
-        found[existing.stat().st_dev] = stat.f_bavail * stat.f_frsize
-    return sum(found.values())
+        ancestor = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        stat = os.statvfs(ancestor)
+        free_bytes[ancestor.stat().st_dev] = stat.f_bavail * stat.f_frsize
+    return sum(free_bytes.values())
 
 
 def num_ranks() -> int:

@@ -189,7 +189,7 @@ class TieredMuon(TieredOptimizer):
         }
         if options.get("state_dtype", "float32") != "float32":
             raise ValueError("TieredMuon has no state_dtype, because it keeps its moments in fp32")
-        groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
+        groups = [{**g, "params": _as_list(g["params"])} if isinstance(g, dict) else g for g in params]
         # Include all groups, because an offloaded layer's block can contain parameters of several groups.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
         self._shapes: set[Shape] = set()
@@ -199,14 +199,14 @@ class TieredMuon(TieredOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see ``TieredOptimizer``."""
         param_group["params"] = _as_list(param_group["params"])
-        own = map(id, _parameters_of(param_group))
+        ids = map(id, _parameters_of(param_group))
         if _uses_muon(param_group):
-            self._matrices.update(own)
+            self._matrices.update(ids)
         else:
             param_group.setdefault("eps", 1e-8)
-            self._matrices.difference_update(own)
+            self._matrices.difference_update(ids)
         super().add_param_group(param_group)
-        matrices = [each for each in _parameters_of(param_group) if id(each) in self._matrices]
+        matrices = [p for p in _parameters_of(param_group) if id(p) in self._matrices]
         self._shapes |= {(len(matrix), matrix.shape[1]) for matrix in matrices}
         if self._orthogonalizer is None and matrices and matrices[0].is_cuda:
             self._orthogonalizer = DeviceOrthogonalizer(matrices[0].device)
@@ -272,7 +272,7 @@ class TieredMuon(TieredOptimizer):
         matrices = [parameter for parameter in parameters if id(parameter) in self._matrices]
         if self._orthogonalizer is not None or (matrices and matrices[0].is_cuda):
             return host_bytes([(len(matrix), matrix.shape[1]) for matrix in matrices])
-        layout = build_layout("", ((str(number), matrix.shape) for number, matrix in enumerate(matrices)), True)
+        layout = build_layout("", ((str(index), matrix.shape) for index, matrix in enumerate(matrices)), True)
         return max((muon.workspace_bytes(entry) for entry in layout.entries), default=0)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
@@ -286,10 +286,10 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _parameters_of(given: Any) -> list[Any]:
+def _parameters_of(item: Any) -> list[Any]:
     """Return the parameters in one item of ``params``: a group, a parameter, or a named parameter."""
-    found = given["params"] if isinstance(given, dict) else [given]
-    return [each[1] if isinstance(each, tuple) else each for each in found]
+    params = item["params"] if isinstance(item, dict) else [item]
+    return [param[1] if isinstance(param, tuple) else param for param in params]
 
 
 def _uses_muon(group: Any) -> bool:

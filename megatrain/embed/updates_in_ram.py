@@ -71,48 +71,48 @@ class OrdinaryUpdates:
 
     def apply(self, updates: Mapping[OrdinaryGroup, GroupUpdate]) -> None:
         """Apply batched updates, then the others in order. During each of those, prefetch the state for the next."""
-        mine, alike = _batch_updates(updates)
-        if mine:
-            store, grad_scale = mine[0].store, updates[mine[0]].grad_scale
-            requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.state.keys.values()]
+        groups, batches = _batch_updates(updates)
+        if groups:
+            store, grad_scale = groups[0].store, updates[groups[0]].grad_scale
+            requests: list[Any] = [(key, "ram", "rw") for group in groups for key in group.state.keys.values()]
             with torch.no_grad(), store.acquire_many(requests) as leases:
                 tensors = {lease.key: lease.tensor for lease in leases}
                 addresses = {key: tensor.data_ptr() for key, tensor in tensors.items()}
-                calls = list(self._make_calls(alike, grad_scale, addresses))
-                for group in mine:
+                calls = list(self._make_calls(batches, grad_scale, addresses))
+                for group in groups:
                     settings = updates[group].settings
                     group.begin_averages({name: one for name, one in settings.items() if one.step == 1}, tensors)
                 self._threads.run(calls)
-            increment_version([parameter for each in alike for parameter in each.parameters])
-            sharded = [(g, name) for g in mine for name in g.first_elements.keys() & updates[g].settings.keys()]
-            increment_version([group.parameters[name] for group, name in sharded])
-        others = [group for group in updates if group not in mine]
-        for group, following in zip_longest(others, others[1:]):
-            if following is not None:
-                following.state.prefetch()
+            increment_version([parameter for batch in batches for parameter in batch.parameters])
+            pairs = [(g, name) for g in groups for name in g.first_elements.keys() & updates[g].settings.keys()]
+            increment_version([group.parameters[name] for group, name in pairs])
+        other_groups = [group for group in updates if group not in groups]
+        for group, next_group in zip_longest(other_groups, other_groups[1:]):
+            if next_group is not None:
+                next_group.state.prefetch()
             group.update(updates[group])
 
     def _make_calls(
-        self, alike: Sequence[_Batch], grad_scale: float, addresses: Mapping[str, int]
+        self, batches: Sequence[_Batch], grad_scale: float, addresses: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
         blocks = tuple(addresses.values())
-        for number, each in enumerate(alike):
-            settings, num_threads = each.settings, self._threads.num_threads
+        for index, batch in enumerate(batches):
+            settings, num_threads = batch.settings, self._threads.num_threads
             arithmetic = cast("ElementwiseOptimizer | WeightAverage", settings.rule)
-            sizes = [parameter.numel() for parameter in each.parameters]
-            assert [gradient.numel() for gradient in each.gradients] == sizes
-            own = (each.names, [parameter.data_ptr() for parameter in each.parameters], sizes)
-            cache_key = (each.split_master, arithmetic.row_kinds, num_threads, *own, blocks)
-            table = self._tables.get(number)
+            sizes = [parameter.numel() for parameter in batch.parameters]
+            assert [gradient.numel() for gradient in batch.gradients] == sizes
+            parameter_key = (batch.names, [parameter.data_ptr() for parameter in batch.parameters], sizes)
+            cache_key = (batch.split_master, arithmetic.row_kinds, num_threads, *parameter_key, blocks)
+            table = self._tables.get(index)
             if table is None or table.cache_key != cache_key:
-                table = self._tables[number] = _make_table(cache_key, each, arithmetic, addresses, num_threads)
-            starts = np.array([gradient.data_ptr() for gradient in each.gradients], np.int64)
-            table.rows[:, -2] = starts[table.parameter_index] + table.offsets * each.gradient_dtype.itemsize
+                table = self._tables[index] = _make_table(cache_key, batch, arithmetic, addresses, num_threads)
+            starts = np.array([gradient.data_ptr() for gradient in batch.gradients], np.int64)
+            table.rows[:, -2] = starts[table.parameter_index] + table.offsets * batch.gradient_dtype.itemsize
             update = Update(settings.step, settings.lr, grad_scale)
             segment = Segment(0, 0, settings.weight_decay)
-            call = arithmetic.make_row_update(each.split_master, each.gradient_dtype, segment, update)
-            for first, last in table.calls:
-                yield partial(call, table.rows[first:last])
+            call = arithmetic.make_row_update(batch.split_master, batch.gradient_dtype, segment, update)
+            for start, stop in table.calls:
+                yield partial(call, table.rows[start:stop])
 
 
 def squares_in_ram(groups: Sequence[StateGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
@@ -120,24 +120,24 @@ def squares_in_ram(groups: Sequence[StateGroup], threads: KernelThreads) -> dict
 
     Groups are skipped if their gradients are in a block, or if kernels cannot read one of them in place.
     """
-    found: dict[nn.Parameter, Tensor] = {}
+    by_parameter: dict[nn.Parameter, Tensor] = {}
     for group in groups:
         gradients = group.gradients.tensors() if isinstance(group.gradients, OrdinaryGradients) else {}
         if all(map(_is_readable, gradients.values())):
-            found.update((group.parameters[name], gradient) for name, gradient in gradients.items())
-    return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
+            by_parameter.update((group.parameters[name], gradient) for name, gradient in gradients.items())
+    return dict(zip(by_parameter, squared_norms(list(by_parameter.values()), threads), strict=True))
 
 
 def _batch_updates(updates: Mapping[OrdinaryGroup, GroupUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
     """Return the groups that kernels can update in place, and batches of their parameters, one batch per kind."""
     groups: list[OrdinaryGroup] = []
-    alike: dict[tuple[object, ...], _Batch] = {}
-    for group, work in updates.items():
+    batches: dict[tuple[object, ...], _Batch] = {}
+    for group, update in updates.items():
         if not (group.is_in_ram and isinstance(group.gradients, OrdinaryGradients)):
             continue
         gradients, dtype, split_master = group.gradients.tensors(), group.dtype, "low" in group.state.keys
         entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []
-        for name, settings in work.settings.items():
+        for name, settings in update.settings.items():
             parameter, gradient = group.local_values(name), gradients[name]
             arithmetic = settings.rule
             has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.supports_rows
@@ -147,13 +147,13 @@ def _batch_updates(updates: Mapping[OrdinaryGroup, GroupUpdate]) -> tuple[list[O
         else:
             groups.append(group)
             for kind, name, settings, parameter, gradient in entries:
-                each = alike.get(kind)
-                if each is None:
-                    each = alike[kind] = _Batch(settings, split_master, gradient.dtype)
-                each.names.append((group, name))
-                each.parameters.append(parameter)
-                each.gradients.append(gradient)
-    return groups, list(alike.values())
+                batch = batches.get(kind)
+                if batch is None:
+                    batch = batches[kind] = _Batch(settings, split_master, gradient.dtype)
+                batch.names.append((group, name))
+                batch.parameters.append(parameter)
+                batch.gradients.append(gradient)
+    return groups, list(batches.values())
 
 
 def _make_table(
@@ -163,22 +163,22 @@ def _make_table(
     addresses: Mapping[str, int],
     num_threads: int,
 ) -> _KernelTable:
-    at_once = elements_per_call(sum(parameter.numel() for parameter in batch.parameters), num_threads)
+    call_elements = elements_per_call(sum(parameter.numel() for parameter in batch.parameters), num_threads)
     kinds = arithmetic.row_kinds
     rows: list[list[int]] = []
-    of: list[int] = []
+    parameter_index: list[int] = []
     offsets: list[int] = []
-    for number, ((group, name), parameter) in enumerate(zip(batch.names, batch.parameters, strict=True)):
+    for index, ((group, name), parameter) in enumerate(zip(batch.names, batch.parameters, strict=True)):
         group.check_dtype_and_device(name)
-        begins = [_find_address(group, kind, name, parameter, addresses) for kind in kinds]
-        for start in range(0, parameter.numel(), at_once):
-            size = min(at_once, parameter.numel() - start)
-            rows.append([*(address + start * itemsize for address, itemsize in begins), 0, size])
-            of.append(number)
+        starts = [_find_address(group, kind, name, parameter, addresses) for kind in kinds]
+        for start in range(0, parameter.numel(), call_elements):
+            size = min(call_elements, parameter.numel() - start)
+            rows.append([*(address + start * itemsize for address, itemsize in starts), 0, size])
+            parameter_index.append(index)
             offsets.append(start)
-    shaped = np.array(rows, np.int64).reshape(len(rows), len(kinds) + 2)
-    calls = group_calls([row[-1] for row in rows], at_once)
-    return _KernelTable(cache_key, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
+    table = np.array(rows, np.int64).reshape(len(rows), len(kinds) + 2)
+    calls = group_calls([row[-1] for row in rows], call_elements)
+    return _KernelTable(cache_key, table, np.array(parameter_index, np.int64), np.array(offsets, np.int64), calls)
 
 
 def _find_address(

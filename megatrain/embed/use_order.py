@@ -29,10 +29,10 @@ class UseOrder:
             self._next[self._last] = event
         self._last = event
         for _ in range(_EVENTS_AHEAD):
-            following = self._next.get(event)
-            if following is None or following == self._last:
+            next_event = self._next.get(event)
+            if next_event is None or next_event == self._last:
                 return
-            event = following
+            event = next_event
             for key, tier in self._requests[event]:
                 if self._store.prefetch(key, tier).skipped:
                     return

@@ -103,9 +103,9 @@ class WeightBlock:
         if len(self.missing_names) == len(self.parameters):
             return
         with self.filling() as flat:
-            for name, place in views(flat, self.layout).items():
+            for name, target in views(flat, self.layout).items():
                 if name not in self.missing_names:
-                    place.copy_(self.parameters[name])
+                    target.copy_(self.parameters[name])
                     attach(self.parameters[name], self, self._device)
         _trim_heap()
         self._evict()
@@ -163,23 +163,23 @@ class WeightBlock:
             return
         self._held, lease = None, held.lease
         _HELD.pop(_address(lease.tensor), None)
-        changed = held.changed_names(self.missing_names)
+        changed_names = held.changed_names(self.missing_names)
         for parameter in self.parameters.values():
             make_absent(parameter, self._device)
         is_copy = self.access.is_copy(self.home)
         is_shared = held.has_views and is_copy
         mode = lease.mode
-        if mode == "w" and not changed:
+        if mode == "w" and not changed_names:
             lease.abandon()
         else:
             lease.release()
-        if changed and mode == "r" and is_copy:
+        if changed_names and mode == "r" and is_copy:
             self.access.evict_copy(self.part)  # a read-only lease does not write changes back
-        elif changed:
-            self.record_changes(changed)
-        if changed and mode == "r" and not is_failing:
+        elif changed_names:
+            self.record_changes(changed_names)
+        if changed_names and mode == "r" and not is_failing:
             raise WeightInUseError(
-                f"{sorted(changed)[0]} was changed while it was held for reading, so the change would be lost. "
+                f"{sorted(changed_names)[0]} was changed while it was held for reading, so the change would be lost. "
                 "Use `with megatrain.gathered(module, writable=True):`"
             )
         if is_shared and not is_failing:
@@ -247,8 +247,8 @@ class WeightBlock:
                 f"{sorted(self.missing_names)[0]} has no values yet, because the model was created on the meta device. "
                 "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
             )
-        how: Mode = "w" if len(self.missing_names) == len(self.parameters) else mode
-        return self.access.lease(self.part, how)
+        lease_mode: Mode = "w" if len(self.missing_names) == len(self.parameters) else mode
+        return self.access.lease(self.part, lease_mode)
 
 
 def block_of(parameter: Tensor) -> WeightBlock | None:

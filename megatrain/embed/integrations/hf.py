@@ -144,12 +144,12 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, store: TieredStore) -> None:
         self._store = store
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start keeping the generations that checkpoints name."""
         output_dir = Path(args.output_dir)
         self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
 
-    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the generation that ``optimizer.state_dict()`` committed for the new checkpoint."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         _, generation = shared_state(self._store).last_commit
@@ -157,10 +157,10 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
             record = {"store": self._store.path, "generation": generation}
             (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Apply the deferred updates."""
-        if model is not None and (found := offloaded_module(model)) is not None:
-            found.finish_updates()
+        if model is not None and (module := offloaded_module(model)) is not None:
+            module.finish_updates()
 
 
 def _check_adapters_come_first(model: Any) -> None:
@@ -190,5 +190,5 @@ def _record(folder: Path) -> dict[str, Any] | None:
 
 
 def _store_of(model: Any) -> TieredStore | None:
-    found = offloaded_module(model)
-    return None if found is None else found.store
+    module = offloaded_module(model)
+    return None if module is None else module.store

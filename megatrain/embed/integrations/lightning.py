@@ -113,10 +113,10 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Move the module's parameters to the store, and other tensors to the compute device."""
         model = self.lightning_module
         if self._tier_model:
-            own = {id(parameter) for parameter in model.parameters(recurse=False)}
-            stays = [name for name, p in model.named_parameters() if id(p) in own or block_of(p) is not None]
-            if len(stays) < len(list(model.parameters())):
-                options = {**self._options, "leave": [*self._options.get("leave", ()), *map(escape, stays)]}
+            own_ids = {id(parameter) for parameter in model.parameters(recurse=False)}
+            kept_names = [name for name, p in model.named_parameters() if id(p) in own_ids or block_of(p) is not None]
+            if len(kept_names) < len(list(model.parameters())):
+                options = {**self._options, "leave": [*self._options.get("leave", ()), *map(escape, kept_names)]}
                 offload(model, self.store, **options)
         super().model_to_device()
 
@@ -126,12 +126,12 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         Raises:
             OffloadError: An optimizer cannot use gradients in the store, or belongs to an earlier fit.
         """
-        released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
-        for optimizer in released:
+        old_optimizers = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
+        for optimizer in old_optimizers:
             optimizer.release()
         super().setup_optimizers(trainer)
         _LAST_OPTIMIZERS[self.lightning_module] = [o for o in self.optimizers if isinstance(o, TieredOptimizer)]
-        _check_optimizers(trainer, self.optimizers, released)
+        _check_optimizers(trainer, self.optimizers, old_optimizers)
 
     def setup_precision_plugin(self) -> None:
         """Make the tiered optimizers clip gradients instead of the precision plugin."""
@@ -194,10 +194,10 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             while self._clipping:
                 self._clipping.pop().max_grad_norm = 0.0
 
-    def _clip_by_norm(self, otherwise: Any, optimizer: Any, clip_val: float) -> None:
+    def _clip_by_norm(self, clip: Any, optimizer: Any, clip_val: float) -> None:
         optimizer = _unwrapped(optimizer)
         if not isinstance(optimizer, TieredOptimizer):
-            otherwise(optimizer, clip_val)
+            clip(optimizer, clip_val)
         elif optimizer.max_grad_norm == 0:
             optimizer.max_grad_norm = float(clip_val)
             self._clipping.append(optimizer)
@@ -231,13 +231,13 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint file, and keep the generation that it names until the file is deleted."""
-        kept = self._named_generations()
-        if kept is not None:
-            local = local_path(filepath)
+        record = self._named_generations()
+        if record is not None:
+            path = local_path(filepath)
             for state in checkpoint.get("optimizer_states", ()):
                 generation = state.get("tiered", {}).get("generation")
                 if generation is not None:
-                    kept.note(str(filepath) if local is None else str(local.absolute()), generation)
+                    record.note(str(filepath) if path is None else str(path.absolute()), generation)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _named_generations(self) -> KeptGenerations | None:
@@ -281,11 +281,11 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _clip_by_value(otherwise: Any, optimizer: Any, clip_val: float) -> None:
+def _clip_by_value(clip: Any, optimizer: Any, clip_val: float) -> None:
     optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, TieredOptimizer):
         _refuse_clipping_by_value()
-    otherwise(optimizer, clip_val)
+    clip(optimizer, clip_val)
 
 
 def _refuse_clipping_by_value() -> None:
@@ -312,9 +312,9 @@ def _check_trainer(trainer: Any, device: torch.device, store: TieredStore) -> No
         )
 
 
-def _check_optimizers(trainer: Any, optimizers: list[Any], released: list[TieredOptimizer]) -> None:
+def _check_optimizers(trainer: Any, optimizers: list[Any], old_optimizers: list[TieredOptimizer]) -> None:
     for optimizer in optimizers:
-        if any(optimizer is old for old in released):
+        if any(optimizer is old for old in old_optimizers):
             raise OffloadError("configure_optimizers returned the optimizer of the last fit. Create a new one there")
         if isinstance(optimizer, TieredOptimizer):
             if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":

@@ -48,11 +48,11 @@ class KeptGenerations:
     def numbers(self) -> set[int]:
         """Return the generations that existing files name, and remove deleted files from the record."""
         with self._lock:
-            present = {file for file in self._files if self._exists(file)}
-            self._unseen -= present
-            gone = set(self._files) - present - self._unseen
-            if gone:
-                self._files = {file: number for file, number in self._files.items() if file not in gone}
+            existing_files = {file for file in self._files if self._exists(file)}
+            self._unseen -= existing_files
+            deleted_files = set(self._files) - existing_files - self._unseen
+            if deleted_files:
+                self._files = {file: n for file, n in self._files.items() if file not in deleted_files}
                 self._write()
             return set(self._files.values())
 
@@ -95,17 +95,17 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
 
 def local_path(path: Any) -> Path | None:
     """Return the path of a checkpoint if it is on a local file system, otherwise None."""
-    system, inner = url_to_fs(str(path))
-    return Path(inner) if isinstance(system, LocalFileSystem) else None
+    system, inner_path = url_to_fs(str(path))
+    return Path(inner_path) if isinstance(system, LocalFileSystem) else None
 
 
 def file_exists(path: str) -> bool:
     """Return whether a checkpoint exists. Return True if the file system cannot be reached."""
-    local = local_path(path)
-    if local is not None:
-        return local.exists()
+    local_file = local_path(path)
+    if local_file is not None:
+        return local_file.exists()
     try:
-        system, inner = url_to_fs(path)
-        return bool(system.exists(inner))
+        system, inner_path = url_to_fs(path)
+        return bool(system.exists(inner_path))
     except Exception:  # a client can raise any error if its service does not answer
         return True

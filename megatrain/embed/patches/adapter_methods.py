@@ -51,14 +51,14 @@ def _wrap_unload(unload: Callable[..., Any], tuner: nn.Module, *, offloaded: Off
         if is_tied:  # peft would compare absent weights' addresses; the code below compares identity
             config.tie_word_embeddings = False
         try:
-            found = unload(*args, **options)
+            result = unload(*args, **options)
         finally:
             if is_tied:
                 head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
                 config.tie_word_embeddings = getattr(head, "weight", None) is getattr(embedding, "weight", None)
-        if offloaded_module(found) is None:
-            offloaded.install(found)
-            install_on_outermost(found, offloaded)
-        return found
+        if offloaded_module(result) is None:
+            offloaded.install(result)
+            install_on_outermost(result, offloaded)
+        return result
 
     return unload_in_store

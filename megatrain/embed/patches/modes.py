@@ -26,19 +26,19 @@ def bypass_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
         if not torch._C._len_torch_dispatch_stack():
             return function(*args, **kwargs)
         modes = dispatch._get_current_dispatch_mode_stack()
-        kept = [mode for mode in modes if mode.is_infra_mode()]
-        _replace_modes(modes, kept)
+        infra_modes = [mode for mode in modes if mode.is_infra_mode()]
+        _replace_modes(modes, infra_modes)
         try:
             return function(*args, **kwargs)
         finally:
-            _replace_modes(kept, modes)
+            _replace_modes(infra_modes, modes)
 
     return wrapped
 
 
-def _replace_modes(modes: Sequence[dispatch.TorchDispatchMode], others: Sequence[dispatch.TorchDispatchMode]) -> None:
-    """Replace the active dispatch modes with ``others``. The last mode handles operations first."""
+def _replace_modes(modes: Sequence[dispatch.TorchDispatchMode], stack: Sequence[dispatch.TorchDispatchMode]) -> None:
+    """Replace the active dispatch modes with ``stack``. The last mode handles operations first."""
     for _ in modes:
         dispatch._pop_mode()
-    for mode in others:
+    for mode in stack:
         dispatch._push_mode(mode)

@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
     """Replace methods of the module and its submodules that would read or move absent weights."""
-    mapped = _MappedWeights(offloaded)
+    mapped_weights = _MappedWeights(offloaded)
     for module in model.modules():
         if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
             # partial() allows torch to set an attribute on the hook, which a bound method does not allow.
-            module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(partial(mapped_weights.fill))  # type: ignore[no-untyped-call]
             module.__dict__["_load_from_state_dict"] = _wrap_load(module)
             module.__dict__["_apply"] = _wrap_apply(module)
         if any(block_of(parameter) is not None for parameter in module.parameters()):
@@ -91,23 +91,23 @@ def _wrap_load(module: nn.Module) -> Callable[..., None]:
     """Return ``_load_from_state_dict``, wrapped to hold the module's weights for writing."""
     load = module._load_from_state_dict
 
-    def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+    def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise OffloadError("load_state_dict(assign=True) would replace parameters with new ones outside the store")
         own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
-        held: list[WeightBlock] = []
+        held_blocks: list[WeightBlock] = []
         is_failing = True
         try:
             for block in dict.fromkeys(block for _, block in own.values()):
                 block.hold("rw")
-                held.append(block)
-            same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
-            load(state_dict, prefix, local_metadata, *rest)
-            for parameter, block in same:  # so that the store keeps the low halves of their masters
+                held_blocks.append(block)
+            unchanged = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
+            load(state_dict, prefix, local_metadata, *args)
+            for parameter, block in unchanged:  # so that the store keeps the low halves of their masters
                 block.mark_unchanged(parameter)
             is_failing = False
         finally:
-            release_all(held, is_failing=is_failing)
+            release_all(held_blocks, is_failing=is_failing)
 
     return load_into_store
 
@@ -124,13 +124,13 @@ def _wrap_resize(module: nn.Module) -> Callable[..., Any]:
 
     def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
-        have = int(embedding.weight.shape[0])
-        wanted = round_up(new_num_tokens or have, pad_to_multiple_of or 1)
-        if wanted == have:
+        size = int(embedding.weight.shape[0])
+        new_size = round_up(new_num_tokens or size, pad_to_multiple_of or 1)
+        if new_size == size:
             return embedding
         raise OffloadError(
-            f"resize_token_embeddings({wanted}): the embedding of {have} tokens is in the store, where sizes are "
-            f"fixed. Call model.resize_token_embeddings({wanted}) before megatrain.offload(model, store). Before "
+            f"resize_token_embeddings({new_size}): the embedding of {size} tokens is in the store, where sizes are "
+            f"fixed. Call model.resize_token_embeddings({new_size}) before megatrain.offload(model, store). Before "
             "megatrain.load_pretrained, resize an ordinary model, save it with save_pretrained, and load its folder"
         )
 
@@ -142,18 +142,18 @@ def _wrap_apply(module: nn.Module) -> Callable[..., nn.Module]:
     apply: Callable[..., nn.Module] = module._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        own = module._parameters
-        absent = {leaf: p for leaf, p in own.items() if p is not None and block_of(p) is not None}
+        parameters = module._parameters
+        absent = {leaf: p for leaf, p in parameters.items() if p is not None and block_of(p) is not None}
         for parameter in absent.values():
             _refuse_conversion(fn, parameter.dtype)
         if (block := next(map(block_of, absent.values()), None)) is not None:
             _log_if_moved(fn, compute_device(block.store))
-        module._parameters = {leaf: None if leaf in absent else p for leaf, p in own.items()}
+        module._parameters = {leaf: None if leaf in absent else p for leaf, p in parameters.items()}
         try:
             apply(fn, recurse)
-            own.update((leaf, p) for leaf, p in module._parameters.items() if leaf not in absent)
+            parameters.update((leaf, p) for leaf, p in module._parameters.items() if leaf not in absent)
         finally:
-            module._parameters = own
+            module._parameters = parameters
         return module
 
     return apply_to_others
@@ -166,12 +166,12 @@ def _wrap_outermost_apply(model: nn.Module, offloaded: OffloadedModule) -> Calla
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for dtype in dict.fromkeys(block.dtype for block in offloaded.blocks):
             _refuse_conversion(fn, dtype)
-        before = [(module, leaf, buffer) for module in model.modules() for leaf, buffer in module._buffers.items()]
+        buffers = [(module, leaf, buffer) for module in model.modules() for leaf, buffer in module._buffers.items()]
         apply(fn, recurse)
-        for module, leaf, buffer in before:
-            now = module._buffers[leaf]
-            if buffer is not None and now is not None and now.device != buffer.device:
-                module._buffers[leaf] = buffer.to(now.dtype)
+        for module, leaf, buffer in buffers:
+            new_buffer = module._buffers[leaf]
+            if buffer is not None and new_buffer is not None and new_buffer.device != buffer.device:
+                module._buffers[leaf] = buffer.to(new_buffer.dtype)
         return model
 
     return apply_to_others
@@ -179,15 +179,15 @@ def _wrap_outermost_apply(model: nn.Module, offloaded: OffloadedModule) -> Calla
 
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     try:
-        other = fn(torch.empty(0, dtype=dtype)).dtype
+        new_dtype = fn(torch.empty(0, dtype=dtype)).dtype
     except (AssertionError, RuntimeError) as error:  # torch raises these errors if a device does not exist
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise OffloadError(
             f"an offloaded module cannot be moved there: {reason}. It computes on the device of its store"
         ) from error
-    if other != dtype:
+    if new_dtype != dtype:
         raise OffloadError(
-            f"an offloaded module cannot be converted from {dtype} to {other}. Convert it before megatrain.offload"
+            f"an offloaded module cannot be converted from {dtype} to {new_dtype}. Convert it before megatrain.offload"
         )
 
 
@@ -212,30 +212,30 @@ def _limit_shard_size(save_pretrained: Callable[..., Any]) -> Callable[..., Any]
     return save
 
 
-def _refusal(what: str, alternative: str) -> Callable[..., Any]:
+def _refusal(operation: str, alternative: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AbsentWeightError("this module", f"{what} is not supported ({alternative})")
+        raise AbsentWeightError("this module", f"{operation} is not supported ({alternative})")
 
     return refuse
 
 
 def _log_if_moved(fn: Callable[[Tensor], Tensor], store_device: torch.device) -> None:
     """Log, once per device, that a move is ignored and that inputs must be on the store's compute device."""
-    wanted = fn(torch.empty(0, device=store_device)).device
-    if wanted.type != store_device.type:
+    device = fn(torch.empty(0, device=store_device)).device
+    if device.type != store_device.type:
         # Trainers move models to the CPU and back routinely, but a move to another device is probably intentional.
-        log_ignored_move(str(wanted), str(store_device), logging.INFO if wanted.type == "cpu" else logging.WARNING)
+        log_ignored_move(str(device), str(store_device), logging.INFO if device.type == "cpu" else logging.WARNING)
 
 
 @functools.cache
-def log_ignored_move(wanted: str, store_device: str, level: int) -> None:
+def log_ignored_move(device: str, store_device: str, level: int) -> None:
     """Log that a move is ignored, and what to do instead."""
     remedy = 'open the store with gpu="auto" to compute on a CUDA device' if store_device == "cpu" else "leave it there"
     _log.log(
         level,
         'moving an offloaded module to "%s" is ignored, because its store computes on "%s". Its inputs must be on the '
         "same device. Move the inputs, or %s",
-        wanted,
+        device,
         store_device,
         remedy,
     )
