@@ -86,7 +86,7 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
     Raises:
         ProcessLookupError: the run has ended.
     """
-    from megatrain.base.owner import catches_signal, find_owner
+    from megatrain.base.owner import find_owner, has_signal_handler
 
     from .run_state import status_of_owner
 
@@ -96,7 +96,7 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
         status = status_of_owner(run, owner)
         if status is not None and status.state not in ("starting", "training", "paused"):
             raise RunFailedError(f"{run}: all steps are done ({status.state}), so it will not save again", EXIT_FAILED)
-        return status if catches_signal(owner.pid or 0, signal.SIGUSR1) else None
+        return status if has_signal_handler(owner.pid or 0, signal.SIGUSR1) else None
 
     status = _poll(find_ready_status, timeout_s)
     if status is None:

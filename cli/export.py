@@ -75,7 +75,7 @@ def command(
 
     import torch
 
-    from megatrain.base.names import run_of_final
+    from megatrain.base.names import find_source_run
     from megatrain.checkpoint.inventory import find_checkpoint
     from megatrain.checkpoint.notices import moved_run_notices
     from megatrain.checkpoint.state import CheckpointError
@@ -84,7 +84,7 @@ def command(
     from megatrain.training.export import export_checkpoint
     from tiered.units import format_size
 
-    run = run_of_final(checkpoint)
+    run = find_source_run(checkpoint)
     if run is not None:
         final, step = checkpoint, exported_step(checkpoint) if step is None else step
         try:

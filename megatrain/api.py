@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain.machine.cgroups import available_ram_bytes as available_ram_bytes
     from megatrain.machine.cgroups import total_ram_bytes as total_ram_bytes
     from megatrain.machine.file_systems import FileSystem as FileSystem
-    from megatrain.machine.file_systems import Nature as Nature
+    from megatrain.machine.file_systems import Medium as Medium
     from megatrain.machine.file_systems import existing_parent as existing_parent
     from megatrain.machine.file_systems import file_system_of as file_system_of
     from megatrain.machine.files import machine_toml as machine_toml

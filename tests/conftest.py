@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from processes.saved_run import SavedRun
 
 # A run refuses tmpfs as a drive, and on many systems the usual folder for temporary files is one.
-if file_system_of(Path(tempfile.gettempdir())).nature == "memory" and os.access("/var/tmp", os.W_OK):
+if file_system_of(Path(tempfile.gettempdir())).medium == "memory" and os.access("/var/tmp", os.W_OK):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 # A background job or nohup leaves these ignored, also in the processes that tests start; some tests send them.

@@ -33,43 +33,43 @@ class NamedAccess:
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
         """Write a whole block, or its rows from ``start`` on, through a lease in an addressable tier."""
-        where = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
+        tier = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         if start is None:
-            with self._leasing.acquire(spec.key, where, "w") as lease:
+            with self._leasing.acquire(spec.key, tier, "w") as lease:
                 lease.tensor.copy_(tensor)
             return
         stop = start + len(tensor)
         if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
-            raise ValueError(_no_rows_text(spec, start, stop))
+            raise ValueError(_rows_error_text(spec, start, stop))
         if tensor.shape[1:] != spec.shape[1:] or tensor.dtype != spec.dtype:
-            found = f"{tuple(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"block '{spec.key}' has rows of {spec.shape[1:]} of {spec.dtype}, not {found}")
-        with self._leasing.acquire(spec.key, where, "rw") as lease:
+            description = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"block '{spec.key}' has rows of {spec.shape[1:]} of {spec.dtype}, not {description}")
+        with self._leasing.acquire(spec.key, tier, "rw") as lease:
             lease.tensor[start:stop].copy_(tensor)
 
     def read(self, spec: BlockSpec) -> torch.Tensor:
         """Return a whole block as a CPU tensor. If the nearest addressable tier has space, a copy also stays there."""
-        where = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
+        tier = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         try:
-            with self._leasing.acquire(spec.key, where, "r") as lease:
+            with self._leasing.acquire(spec.key, tier, "r") as lease:
                 return lease.tensor.to("cpu", copy=True)
         except CapacityError:
-            found = self._read_files(spec, 0, spec.nbytes)
-            if found is None:
+            data = self._read_files(spec, 0, spec.nbytes)
+            if data is None:
                 raise
-            return found.view(spec.dtype).view(spec.shape)
+            return data.view(spec.dtype).view(spec.shape)
 
     def read_rows(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
         """Return rows [``start``, ``stop``) of a block as a CPU tensor."""
         if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
-            raise ValueError(_no_rows_text(spec, start, stop))
-        where = self._slowest_valid_tier(spec.key)
-        if where is None:
+            raise ValueError(_rows_error_text(spec, start, stop))
+        tier = self._slowest_valid_tier(spec.key)
+        if tier is None:
             row_bytes = spec.nbytes // max(1, spec.shape[0])
-            found = self._read_files(spec, start * row_bytes, stop * row_bytes)
-            if found is not None:
-                return found.view(spec.dtype).view(stop - start, *spec.shape[1:])
-        with self._leasing.acquire(spec.key, where or self._movement.nearest_addressable(spec.home), "r") as lease:
+            data = self._read_files(spec, start * row_bytes, stop * row_bytes)
+            if data is not None:
+                return data.view(spec.dtype).view(stop - start, *spec.shape[1:])
+        with self._leasing.acquire(spec.key, tier or self._movement.nearest_addressable(spec.home), "r") as lease:
             return lease.tensor[start:stop].to("cpu", copy=True)
 
     def stream(self, keys: Sequence[str], tier: str, mode: Mode) -> Iterator[Lease]:
@@ -77,20 +77,20 @@ class NamedAccess:
         movement = self._movement
         with movement.changed:
             self._leasing.check_open()
-            before = movement.prefetcher.schedule
-            if before is not None:
+            current_schedule = movement.prefetcher.schedule
+            if current_schedule is not None:
                 raise ValueError("this store already prefetches by a schedule (set_schedule), so it cannot stream")
             for key in keys:
                 self._leasing.block(key)
             self._leasing.tier(tier)
-            first = movement.prefetcher.now + 1
-            schedule = Schedule(Access(first + at, key, tier, mode) for at, key in enumerate(keys))
+            first_tick = movement.prefetcher.tick + 1
+            schedule = Schedule(Access(first_tick + index, key, tier, mode) for index, key in enumerate(keys))
             movement.prefetcher.set_schedule(schedule, None)
             movement.prefetcher.pump()
         try:
-            for at, key in enumerate(keys):
+            for index, key in enumerate(keys):
                 with movement.changed:
-                    movement.prefetcher.now = first + at
+                    movement.prefetcher.tick = first_tick + index
                     movement.prefetcher.pump()
                 with self._leasing.acquire(key, tier, mode) as lease:
                     yield lease
@@ -118,8 +118,8 @@ class NamedAccess:
             if not block.has_contents and block.writer is None:
                 raise UninitializedBlockError(spec.key)
             slot, tier = block.home.slot, movement.tiers[spec.home]
-            is_there = block.home.state is CopyState.CLEAN and block.writer is None
-            if not is_there or slot is None or not isinstance(slot.resource, HomeFiles):
+            is_current = block.home.state is CopyState.CLEAN and block.writer is None
+            if not is_current or slot is None or not isinstance(slot.resource, HomeFiles):
                 return None
             home = slot.resource
             block.home.readers += 1  # The reader count keeps other callers from changing or freeing the files.
@@ -134,35 +134,35 @@ class NamedAccess:
 
 def _read_unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
     """Return bytes ``start`` to ``stop`` of a block without comparing checksums. Reads whole pages."""
-    first, last = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
-    pages = page_aligned(last - first)
-    for path, begin, end, at in parts_of(home.files, first, last):
+    base, limit = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
+    pages = page_aligned(limit - base)
+    for path, begin, end, pos in parts_of(home.files, base, limit):
         try:
             with opened(path, os.O_RDONLY) as fd:
-                nbytes = read_range(fd, begin, end - begin, pages[at - first : at - first + end - begin], Digest())
+                nbytes = read_range(fd, begin, end - begin, pages[pos - base : pos - base + end - begin], Digest())
         except OSError as cause:
             text = f"read failed: {explain(cause)}"
             raise TransferError(text, tier=spec.home, path=str(path), errno=cause.errno, offset=begin) from cause
         if nbytes < end - begin:
             text = f"file is truncated: it ends {end - begin - nbytes} bytes before the block does"
             raise TransferError(text, tier=spec.home, path=str(path), offset=begin + nbytes)
-    return pages[start - first : stop - first]
+    return pages[start - base : stop - base]
 
 
 def _read_checked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
     """Return bytes ``start`` to ``stop`` of a block. Reads whole 16 MiB pieces and compares their checksums."""
     assert home.checksums is not None, home.key
-    first, last = start // PIECE_BYTES * PIECE_BYTES, min(round_up(stop, PIECE_BYTES), spec.nbytes)
-    found = page_aligned(last - first)
+    base, limit = start // PIECE_BYTES * PIECE_BYTES, min(round_up(stop, PIECE_BYTES), spec.nbytes)
+    data = page_aligned(limit - base)
     checksums = list(home.checksums)
-    for begin in range(first, last, PIECE_BYTES):
-        end = min(begin + PIECE_BYTES, last)
-        checksums[begin // PIECE_BYTES] = read_piece(home.files, spec, (begin, end), found[begin - first : end - first])
+    for begin in range(base, limit, PIECE_BYTES):
+        end = min(begin + PIECE_BYTES, limit)
+        checksums[begin // PIECE_BYTES] = read_piece(home.files, spec, (begin, end), data[begin - base : end - base])
     check_pieces(home.key, home.files, spec.nbytes, home.checksums, checksums)
-    return found[start - first : stop - first]
+    return data[start - base : stop - base]
 
 
-def _no_rows_text(spec: BlockSpec, start: int, stop: int) -> str:
+def _rows_error_text(spec: BlockSpec, start: int, stop: int) -> str:
     if not spec.shape:
         return f"block '{spec.key}' is a scalar: it has no rows"
     return f"block '{spec.key}' has {spec.shape[0]} rows: rows {start} to {stop} are out of range"

@@ -9,8 +9,8 @@ from tiered.units import format_size
 
 def shorten_key(text: object) -> str:
     """Return a key for use in a message, with the middle of a long key omitted."""
-    whole = str(text)
-    return whole if len(whole) <= 200 else f"{whole[:100]}...{whole[-60:]}"
+    key = str(text)
+    return key if len(key) <= 200 else f"{key[:100]}...{key[-60:]}"
 
 
 class TieredError(Exception):
@@ -118,11 +118,11 @@ class CorruptBlockError(TieredError):
 
     def __init__(self, key: str, expected: str, found: str, *, place: str, generation: int | None = None) -> None:
         self.key, self.generation, self.expected, self.found, self.place = key, generation, expected, found, place
-        of = "" if generation is None else f" of generation {generation}"
+        origin = "" if generation is None else f" of generation {generation}"
         advice = "go back to the last committed generation" if generation is None else "open another generation"
         super().__init__(
-            f"block '{key}'{of} is damaged: checksum {found}, expected {expected}, in {place}. The drive or the memory "
-            f"of this machine changed the bytes: check both, and {advice}"
+            f"block '{key}'{origin} is damaged: checksum {found}, expected {expected}, in {place}. The drive or the "
+            f"memory of this machine changed the bytes: check both, and {advice}"
         )
 
 

@@ -63,8 +63,7 @@ class StoreStats:
         written_bytes: bytes written to each durable path.
         schedule_misses: number of accesses that are not in the schedule.
         due_bytes: bytes moved for all uses up to the current tick, by ``"src->dst"``. A fetch for a later use does not
-            count yet; a write-back counts as soon as it starts. The counts between two ticks therefore do not depend on
-            timing.
+            count yet; a write-back counts as soon as it starts. So the counts between two ticks are deterministic.
     """
 
     tiers: Mapping[str, TierStats]
@@ -82,15 +81,15 @@ class StoreStats:
     def __sub__(self, earlier: StoreStats) -> StoreStats:
         links = {}
         for name, link in self.links.items():
-            before = earlier.links.get(name)
+            earlier_link = earlier.links.get(name)
             links[name] = (
                 link
-                if before is None
+                if earlier_link is None
                 else dataclasses.replace(
                     link,
-                    num_bytes=link.num_bytes - before.num_bytes,
-                    busy_s=link.busy_s - before.busy_s,
-                    num_transfers=link.num_transfers - before.num_transfers,
+                    num_bytes=link.num_bytes - earlier_link.num_bytes,
+                    busy_s=link.busy_s - earlier_link.busy_s,
+                    num_transfers=link.num_transfers - earlier_link.num_transfers,
                 )
             )
         counts = {
@@ -132,19 +131,19 @@ class DueBytes:
 
     def __init__(self) -> None:
         self._total = Counter[tuple[str, str]]()
-        self._future: list[tuple[int, tuple[str, str], int]] = []  # (tick, link, bytes) of uses at later ticks
+        self._later_uses: list[tuple[int, tuple[str, str], int]] = []  # (tick, link, bytes) of uses at later ticks
 
-    def add(self, link: tuple[str, str], nbytes: int, *, tick: int, now: int) -> None:
+    def add(self, link: tuple[str, str], nbytes: int, *, tick: int, current_tick: int) -> None:
         """Count bytes that a link moves for tick ``tick``. A negative number cancels a failed transfer's count."""
         self._total[link] += nbytes
-        self._future = [each for each in self._future if each[0] > now]
-        if tick > now:
-            self._future.append((tick, link, nbytes))
+        self._later_uses = [use for use in self._later_uses if use[0] > current_tick]
+        if tick > current_tick:
+            self._later_uses.append((tick, link, nbytes))
 
-    def until(self, now: int) -> Mapping[tuple[str, str], int]:
-        """Return the bytes that were needed up to tick ``now``, by link."""
-        found = Counter(self._total)
-        for tick, link, nbytes in self._future:
-            if tick > now:
-                found[link] -= nbytes
-        return found
+    def bytes_until(self, last_tick: int) -> Mapping[tuple[str, str], int]:
+        """Return the bytes that were needed up to tick ``last_tick``, by link."""
+        totals = Counter(self._total)
+        for tick, link, nbytes in self._later_uses:
+            if tick > last_tick:
+                totals[link] -= nbytes
+        return totals

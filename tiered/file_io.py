@@ -31,7 +31,7 @@ Digest = xxhash.xxh3_64
 
 #: Maximum size of a document. The limit is generous: a model with 600 B parameters has a manifest of about 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
-_NUM_SHARES = 8  # number of batches of paths per thread
+_BATCHES_PER_THREAD = 8  # number of batches of paths per thread
 _NUM_SYNC_THREADS = 8  # A drive flushes several files concurrently in about the time of one.
 
 
@@ -71,29 +71,29 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> None:
     """Write all of ``view`` at ``offset``. With O_DIRECT, its size and the offset must be multiples of 4096."""
-    done = 0
-    while done < len(view):
+    num_written = 0
+    while num_written < len(view):
         try:
-            with view[done:] as rest:
-                done += os.pwritev(fd, [rest], offset + done)
+            with view[num_written:] as tail:
+                num_written += os.pwritev(fd, [tail], offset + num_written)
         except OSError as error:
             _stop_direct(fd, error, on_buffered)
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
     """Fill ``view`` with the bytes at ``offset``. Return the number of bytes read; fewer means the file ended."""
-    done = 0
-    while done < len(view):
+    num_read = 0
+    while num_read < len(view):
         try:
-            with view[done:] as rest:
-                count = os.preadv(fd, [rest], offset + done)
+            with view[num_read:] as tail:
+                count = os.preadv(fd, [tail], offset + num_read)
         except OSError as error:
             _stop_direct(fd, error, on_buffered)
             continue
-        done += count
-        if count == 0 or done % PAGE_BYTES:
+        num_read += count
+        if count == 0 or num_read % PAGE_BYTES:
             break  # The file ends here.
-    return done
+    return num_read
 
 
 def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None) -> None:
@@ -155,16 +155,16 @@ def sync_path(path: Path) -> None:
 
 def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
     """Call ``sync`` for several paths concurrently. Raises the error of the first batch that failed."""
-    todo = list(paths)
+    all_paths = list(paths)
     # Handing a task to a thread takes longer than an empty flush, so each thread gets a few batches of paths.
-    num_shares = max(1, min(len(todo), _NUM_SHARES * _NUM_SYNC_THREADS))
+    num_batches = max(1, min(len(all_paths), _BATCHES_PER_THREAD * _NUM_SYNC_THREADS))
 
-    def sync_share(number: int) -> None:
-        for path in todo[number::num_shares]:
+    def sync_batch(index: int) -> None:
+        for path in all_paths[index::num_batches]:
             sync(path)
 
     with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
-        for _ in threads.map(sync_share, range(num_shares)):
+        for _ in threads.map(sync_batch, range(num_batches)):
             pass
 
 
@@ -174,17 +174,17 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
     Args:
         durable: whether the new contents must survive a power cut as soon as the function returns.
     """
-    temporary = path.with_suffix(".tmp")
+    temporary_path = path.with_suffix(".tmp")
     try:
-        with create_text_file(temporary) as file:
+        with create_text_file(temporary_path) as file:
             file.write(text)
             if durable:
                 # Flush before the rename, because otherwise a power cut could leave an empty file under the name.
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary_path, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise
     if durable:
         sync_path(path.parent)
@@ -237,12 +237,12 @@ def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[in
 
     Resolves symbolic links. The folders need not exist. A clash is an error, because a tier empties its folder.
     """
-    real = [Path(os.path.realpath(path)) for path in paths]
-    for number, path in enumerate(real):
-        for first, other in enumerate(real[:number]):
+    real_paths = [Path(os.path.realpath(path)) for path in paths]
+    for index, path in enumerate(real_paths):
+        for other_index, other in enumerate(real_paths[:index]):
             if path == other:
-                yield number, first, "is the same folder as"
+                yield index, other_index, "is the same folder as"
             elif other in path.parents:
-                yield number, first, "lies inside"
+                yield index, other_index, "lies inside"
             elif path in other.parents:
-                yield number, first, "contains"
+                yield index, other_index, "contains"

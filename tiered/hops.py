@@ -22,7 +22,7 @@ class Routes:
     """
 
     links: tuple[tuple[str, str], ...] = ()
-    _found: dict[tuple[str, str], tuple[tuple[str, str], ...]] = field(
+    _cache: dict[tuple[str, str], tuple[tuple[str, str], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -32,13 +32,13 @@ class Routes:
         Raises:
             ValueError: no route exists.
         """
-        if (src, dst) not in self._found:
-            self._found[src, dst] = self._search(src, dst)
-        return self._found[src, dst]
+        if (src, dst) not in self._cache:
+            self._cache[src, dst] = self._search(src, dst)
+        return self._cache[src, dst]
 
     def tiers_between(self, src: str, dst: str) -> tuple[str, ...]:
         """Return the intermediate tiers of a copy from ``src`` to ``dst``."""
-        return tuple(here for here, _ in self.between(src, dst)[1:])
+        return tuple(tier for tier, _ in self.between(src, dst)[1:])
 
     def is_far(self, src: str, dst: str) -> bool:
         """Return whether a route exists and has more than one intermediate tier."""
@@ -49,12 +49,12 @@ class Routes:
 
     def _search(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
         paths: dict[str, tuple[tuple[str, str], ...]] = {src: ()}
-        reached = [src]
-        for here in reached:  # The list grows during the loop, in breadth-first order.
+        queue = [src]
+        for tier in queue:  # The list grows during the loop, in breadth-first order.
             for link in self.links:
-                if link[0] == here and link[1] not in paths:
-                    paths[link[1]] = (*paths[here], link)
-                    reached.append(link[1])
+                if link[0] == tier and link[1] not in paths:
+                    paths[link[1]] = (*paths[tier], link)
+                    queue.append(link[1])
         if dst not in paths:
             raise ValueError(f"no links lead from tier '{src}' to tier '{dst}'")
         return paths[dst]
@@ -62,9 +62,9 @@ class Routes:
 
 def intermediate_tiers(routes: Routes, block: Block, access: Access) -> Sequence[str]:
     """Return the tiers between a block's home and an access's tier that have, or will get, a copy of the block."""
-    between = routes.tiers_between(block.spec.home, access.tier)
+    tiers = routes.tiers_between(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
     # A valid copy that is only read does not move again, so only the existing copies count.
     if access.mode == "r" and target is not None and target.state.is_valid:
-        return [name for name in between if name in block.copies and block.copies[name].slot is not None]
-    return between
+        return [name for name in tiers if name in block.copies and block.copies[name].slot is not None]
+    return tiers

@@ -32,31 +32,32 @@ def lazy_names(
     Raises:
         ImportError: The installation lacks the module's source text.
     """
-    homes = _typed_imports(module)
-    public = [*homes, *([] if distribution is None else ["__version__"])]
+    module_names = _typed_imports(module)
+    public_names = [*module_names, *([] if distribution is None else ["__version__"])]
 
     def __getattr__(name: str) -> Any:
         if name == "__version__" and distribution is not None:
             from importlib.metadata import version  # imported late, because it takes half of the import time
 
             return version(distribution)
-        if name not in homes:
+        if name not in module_names:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
-        home = import_module(homes[name])
-        return getattr(home, name) if name in vars(home) else import_module(f"{homes[name]}.{name}")
+        home = import_module(module_names[name])
+        return getattr(home, name) if name in vars(home) else import_module(f"{module_names[name]}.{name}")
 
     def __dir__() -> list[str]:
         """Return all public names for tab completion and ``help``, imported or not."""
-        return sorted(public)
+        return sorted(public_names)
 
-    return __getattr__, __dir__, list(homes)
+    return __getattr__, __dir__, list(module_names)
 
 
 def _typed_imports(module: str) -> dict[str, str]:
     """Return the defining module of each name that ``module`` imports under a top-level ``if TYPE_CHECKING``."""
     loader: Any = sys.modules[module].__loader__
-    read = getattr(loader, "get_source", None)  # A test runner's loader may lack this method.
-    text = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8") if read is None else read(module)
+    get_source = getattr(loader, "get_source", None)  # A test runner's loader may lack this method.
+    path = Path(sys.modules[module].__file__ or "")
+    text = path.read_text(encoding="utf-8") if get_source is None else get_source(module)
     if text is None:
         raise ImportError(f"'{module}' needs its source file: install the package with its .py files")
     return {

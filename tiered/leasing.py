@@ -27,10 +27,10 @@ _MODES = get_args(Mode)
 _MODES_TEXT = "use 'r' to read, 'rw' to change, 'w' to overwrite without reading"
 
 
-def _streams_of(tiers: Mapping[str, StreamTier], names: Collection[str], stream: Any) -> Mapping[str, Sequence[Any]]:
+def _find_streams(tiers: Mapping[str, StreamTier], names: Collection[str], stream: Any) -> Mapping[str, Sequence[Any]]:
     """Return the streams that will use the leases, by tier: the tier's current stream and the caller's stream."""
-    found = {name: (tiers[name].current_stream(), stream) for name in names if name in tiers}
-    return {name: [each for each in streams if each is not None] for name, streams in found.items()}
+    candidates = {name: (tiers[name].current_stream(), stream) for name in names if name in tiers}
+    return {name: [s for s in streams if s is not None] for name, streams in candidates.items()}
 
 
 class Leasing:
@@ -102,32 +102,32 @@ class Leasing:
             # Mark all copies as wanted before the first wait. Wanted copies are never evicted, so copies that have
             # arrived stay while the remaining copies are fetched.
             for _, copy, _ in targets:
-                copy.wanted += 1
+                copy.num_waiters += 1
             try:
                 has_waited = is_retry = False
-                while (waiting := self._first_obstacle(targets)) is not None:
-                    if self._cancel_evictions(targets, waiting):
+                while (reason := self._first_obstacle(targets)) is not None:
+                    if self._cancel_evictions(targets, reason):
                         continue
-                    self._check_can_succeed(targets, waiting)
-                    is_retry = not self._wait(waiting, targets[0][0], deadline, is_retry=is_retry)
+                    self._refuse_futile_wait(targets, reason)
+                    is_retry = not self._wait(reason, targets[0][0], deadline, is_retry=is_retry)
                     has_waited = True
-                streams = _streams_of(self.movement.stream_tiers, {copy.tier for _, copy, _ in targets}, stream)
+                streams = _find_streams(self.movement.stream_tiers, {copy.tier for _, copy, _ in targets}, stream)
                 return [self._grant(block, copy, mode, streams, late=has_waited) for block, copy, mode in targets]
             finally:
                 for block, copy, mode in targets:
-                    copy.wanted -= 1
-                    has_room_taken = mode == "w" and copy.state is CopyState.FILLING
-                    if has_room_taken and block.writer is None and not block.num_transfers:
+                    copy.num_waiters -= 1
+                    has_new_slot = mode == "w" and copy.state is CopyState.FILLING
+                    if has_new_slot and block.writer is None and not block.num_transfers:
                         self._invalidate(copy)  # The lease was not granted, so free its slot.
                         self.movement.changed.notify_all()
 
     def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> WaitReason | None:
         """Advance every target by one step. Return the first reason to wait, or None if all leases can be granted."""
-        first: WaitReason | None = None
+        first_reason: WaitReason | None = None
         for block, copy, mode in targets:
-            waiting = self._prepare(block, copy, mode)
-            first = first or waiting
-        return first
+            reason = self._prepare(block, copy, mode)
+            first_reason = first_reason or reason
+        return first_reason
 
     def _prepare(self, block: Block, copy: Copy, mode: Mode) -> WaitReason | None:
         if block.writer is not None:
@@ -135,9 +135,9 @@ class Leasing:
         # If the home copy is CLEAN, no copy is newer, so no fetch is needed. Most blocks in a step are in this state.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
-            waiting = self.movement.advance_fetch(block, copy.tier, tick=self.movement.prefetcher.now, on_demand=True)
-            if waiting is not None:
-                return waiting
+            reason = self.movement.advance_fetch(block, copy.tier, tick=self.movement.prefetcher.tick, on_demand=True)
+            if reason is not None:
+                return reason
         if mode == "r":
             return None
         if block.num_transfers:
@@ -145,47 +145,47 @@ class Leasing:
         if block.num_readers:
             return WaitReason("lease")
         if copy.slot is None:
-            slot = self.movement.make_space(block, copy.tier, tick=self.movement.prefetcher.now, on_demand=True)
+            slot = self.movement.make_space(block, copy.tier, tick=self.movement.prefetcher.tick, on_demand=True)
             if slot is None:
                 return self.movement.space_wait_reason(block, copy.tier)
             self.movement.occupancy.take_slot(copy, slot)
             copy.move(CopyState.FILLING)
         return None
 
-    def _wait(self, waiting: WaitReason, block: Block, deadline: float | None, *, is_retry: bool) -> bool:
+    def _wait(self, reason: WaitReason, block: Block, deadline: float | None, *, is_retry: bool) -> bool:
         """Wait for a notification. If the space is already free, return False, because no notification would come.
 
         Raises:
             TieredError: the tier refuses space that it reports as free. Can also raise ``TimeoutError`` or a
                 transfer's error.
         """
-        if waiting.cause == "space":
-            free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
-            if free_bytes >= waiting.need_bytes and is_retry:
+        if reason.cause == "space":
+            free_bytes = self.movement.tiers[reason.tier].usage().free_bytes
+            if free_bytes >= reason.need_bytes and is_retry:
                 raise TieredError(
-                    f"tier '{waiting.tier}' reports {free_bytes} free bytes but allocates no slot of "
-                    f"{waiting.need_bytes} bytes: its usage() and allocate() contradict each other. "
+                    f"tier '{reason.tier}' reports {free_bytes} free bytes but allocates no slot of "
+                    f"{reason.need_bytes} bytes: its usage() and allocate() contradict each other. "
                     "tiered.testing.TierSuite tests the contract of a tier"
                 )
-            if free_bytes >= waiting.need_bytes:
+            if free_bytes >= reason.need_bytes:
                 return False
         start_s = self.movement.time_s()
-        left_s = None if deadline is None else deadline - start_s
-        if left_s is not None and left_s <= 0:
-            raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
+        remaining_s = None if deadline is None else deadline - start_s
+        if remaining_s is not None and remaining_s <= 0:
+            raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {reason.cause})")
         num_failures = len(self.movement.failed_write_backs)
         # A transfer that failed before this wait sends no further notification.
-        if waiting.transfer is None or waiting.transfer.error is None:
-            self.movement.changed.wait(left_s)
+        if reason.transfer is None or reason.transfer.error is None:
+            self.movement.changed.wait(remaining_s)
         end_s = self.movement.time_s()
         self.check_open()
-        self.movement.counters.stall_s[waiting.cause] += end_s - start_s
+        self.movement.counters.stall_s[reason.cause] += end_s - start_s
         if self.movement.on_event is not None:
-            self.movement.on_event(Event("stall", block.spec.key, "", 0, start_s, end_s, waiting.cause))
-        transfer = waiting.transfer
+            self.movement.on_event(Event("stall", block.spec.key, "", 0, start_s, end_s, reason.cause))
+        transfer = reason.transfer
         if transfer is not None and transfer.error is not None:
             raise transfer.error
-        if waiting.cause in ("space", "drain") and len(self.movement.failed_write_backs) > num_failures:
+        if reason.cause in ("space", "drain") and len(self.movement.failed_write_backs) > num_failures:
             raise self.movement.failed_write_backs[-1]
         return True
 
@@ -198,11 +198,11 @@ class Leasing:
             movement.counters.prefetch_late += late
             movement.counters.prefetch_on_time += not late
         movement.mark_used(copy)
-        schedule, now = movement.prefetcher.schedule, movement.prefetcher.now
-        copy.leased_at = now
+        schedule, tick = movement.prefetcher.schedule, movement.prefetcher.tick
+        copy.leased_at = tick
         copy.drop_when_clean = False
         if self.trace is not None or (schedule is not None and not copy.is_home):
-            access = Access(now, block.spec.key, copy.tier, mode)
+            access = Access(tick, block.spec.key, copy.tier, mode)
             if self.trace is not None:
                 self.trace.accesses.append(access)
             if schedule is not None and not copy.is_home and access not in schedule:
@@ -212,7 +212,7 @@ class Leasing:
         if mode == "w" and copy.state is CopyState.STALE:
             copy.move(CopyState.FILLING)
         tensor = tier.tensor(copy.slot, block.spec.shape, block.spec.dtype)
-        self._order(copy, streams.get(copy.tier, ()))
+        self._order_streams(copy, streams.get(copy.tier, ()))
         lease = Lease(self, block, copy, mode, tensor)
         if mode == "r":
             copy.readers += 1
@@ -221,18 +221,18 @@ class Leasing:
         self.leases.add(lease)
         return lease
 
-    def _order(self, copy: Copy, streams: Sequence[Any]) -> None:
+    def _order_streams(self, copy: Copy, streams: Sequence[Any]) -> None:
         """Make streams wait for earlier kernels and transfers that use the copy. Does nothing for host memory."""
         if not streams:
             return
         assert copy.slot is not None
         # A write-back only reads the copy, so readers need not wait for it.
-        filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
-        if filled_by is not None and filled_by.event is not None and filled_by.error is None:
-            if filled_by.event.query():
+        transfer = None if copy.state is CopyState.DRAINING else copy.transfer
+        if transfer is not None and transfer.event is not None and transfer.error is None:
+            if transfer.event.query():
                 copy.transfer = None  # The transfer has ended, so later leases need not wait for it.
             else:
-                filled_by.wait_stream(streams[-1])
+                transfer.wait_stream(streams[-1])
         tier = self.movement.stream_tiers[copy.tier]
         for stream in streams:
             # The slot may have held another block before, so wait for the kernels of all earlier users.
@@ -252,7 +252,7 @@ class Leasing:
                 copies = (lease._copy for lease in leases if lease.tier == name)
                 if slots := [copy.slot for copy in copies if copy.slot is not None]:
                     tier.record_use(slots, stream)
-            with movement.prefetcher.pumping_once():
+            with movement.prefetcher.defer_fetches():
                 for lease in leases:
                     block, copy = lease._block, lease._copy
                     self.leases.discard(lease)
@@ -293,46 +293,46 @@ class Leasing:
 
     # -- refusal -----------------------------------------------------------------------------------------------
 
-    def _check_can_succeed(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: WaitReason) -> None:
+    def _refuse_futile_wait(self, targets: Sequence[tuple[Block, Copy, Mode]], reason: WaitReason) -> None:
         """Raise an error if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
-        if waiting.cause == "lease":
-            own_threads = caller_thread_ids()
+        if reason.cause == "lease":
+            thread_ids = caller_thread_ids()
             for block, _, mode in targets:
                 for lease in self.leases:
-                    if lease._block is block and lease.thread_id in own_threads and (mode != "r" or lease.mode != "r"):
+                    if lease._block is block and lease.thread_id in thread_ids and (mode != "r" or lease.mode != "r"):
                         key = block.spec.key
-                        who = "this thread" if lease.thread_id == own_threads[0] else "the caller of this backward"
-                        raise LeaseError(f"'{key}' is leased ('{lease.mode}') by {who}: release it first")
-        if waiting.cause == "space":
-            requested = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
-            need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in requested) or waiting.need_bytes
-            if need > self._max_free_bytes(waiting.tier, freeable_copies=[c for _, c in requested]):
+                        holder = "this thread" if lease.thread_id == thread_ids[0] else "the caller of this backward"
+                        raise LeaseError(f"'{key}' is leased ('{lease.mode}') by {holder}: release it first")
+        if reason.cause == "space":
+            copies = [(b, c) for b, c, _ in targets if c.tier == reason.tier and not c.is_home]
+            need_bytes = sum(self.tier(reason.tier).slot_bytes(b.spec.nbytes) for b, _ in copies) or reason.need_bytes
+            if need_bytes > self._max_free_bytes(reason.tier, freeable_copies=[c for _, c in copies]):
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
-                raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
+                raise self._capacity_error(reason.tier, need_bytes, f"to acquire {keys}")
 
-    def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: WaitReason) -> bool:
+    def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], reason: WaitReason) -> bool:
         """Cancel evictions of targets that would wait for the caller's own leases. Return whether any was canceled."""
-        if waiting.cause != "space" or waiting.need_bytes <= self._max_free_bytes(waiting.tier):
+        if reason.cause != "space" or reason.need_bytes <= self._max_free_bytes(reason.tier):
             return False
-        newest = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
-        leaving = [copy for copy in newest if copy.drop_when_clean and copy.state is CopyState.DIRTY]
-        for copy in leaving:
+        newest_copies = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
+        evictions = [copy for copy in newest_copies if copy.drop_when_clean and copy.state is CopyState.DIRTY]
+        for copy in evictions:
             copy.drop_when_clean = False
-        return bool(leaving)
+        return bool(evictions)
 
     def _max_free_bytes(self, tier: str, freeable_copies: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could become free if all other callers released their leases."""
         usage = self.movement.tiers[tier].usage()
-        threads = caller_thread_ids()
-        own_copies = {lease._copy for lease in self.leases if lease.thread_id in threads}
-        freeable = 0
+        thread_ids = caller_thread_ids()
+        own_copies = {lease._copy for lease in self.leases if lease.thread_id in thread_ids}
+        freeable_bytes = 0
         for block in self.movement.blocks.values():
             copy = block.copies.get(tier)
             if copy is None or copy.is_home or copy.slot is None:
                 continue
             if copy in freeable_copies or not (copy.pins or copy in own_copies):
-                freeable += copy.slot_bytes
-        return usage.free_bytes + freeable
+                freeable_bytes += copy.slot_bytes
+        return usage.free_bytes + freeable_bytes
 
     def leased_bytes_locked(self, tier: str) -> int:
         """Return the bytes of leased copies in a tier."""
@@ -341,30 +341,30 @@ class Leasing:
     def _capacity_error(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
         """Return a ``CapacityError`` with the tier's byte counts and its largest slots."""
         blocks = self.movement.blocks.values()
-        held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
-        largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
+        copies = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
+        largest_copies = sorted(copies, key=lambda item: -item[1].slot_bytes)[:3]
         return CapacityError(
             tier,
             need_bytes,
             self.movement.tiers[tier].usage().free_bytes,
-            pinned_bytes=sum(copy.slot_bytes for _, copy in held if copy.pins),
+            pinned_bytes=sum(copy.slot_bytes for _, copy in copies if copy.pins),
             leased_bytes=self.leased_bytes_locked(tier),
-            largest_holders=[(key, copy.slot_bytes) for key, copy in largest],
+            largest_holders=[(key, copy.slot_bytes) for key, copy in largest_copies],
             detail=detail,
         )
 
     def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
         """Allocate the home slot of a new block. Evicts copies if needed."""
-        nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
+        nbytes, need_bytes = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         is_retry = False
         # Skip the scan of all blocks (up to 100,000) if enough bytes are free.
-        while need <= tier.usage().free_bytes or need <= self._max_free_bytes(tier.name):
+        while need_bytes <= tier.usage().free_bytes or need_bytes <= self._max_free_bytes(tier.name):
             slot = self.movement.make_space(block, tier.name, tick=-1, on_demand=True, home=True)
             if slot is not None:
                 return slot
             # Wait for evictions in progress. If a write-back fails, this raises TransferError.
             is_retry = not self._wait(self.movement.space_wait_reason(block, tier.name), block, None, is_retry=is_retry)
-        raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
+        raise self._capacity_error(tier.name, need_bytes, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_until_idle_locked(self, block: Block) -> None:
         """Wait until all transfers of the block have ended and no commit holds the block.
@@ -377,15 +377,15 @@ class Leasing:
                 raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
             self.movement.changed.wait()
 
-    def wait_for_locked(self, waiting: WaitReason, block: Block) -> None:
+    def wait_for_home_locked(self, reason: WaitReason, block: Block) -> None:
         """Wait once for progress in writing the newest bytes of ``block`` to its home.
 
         Raises:
             CapacityError: waiting cannot help. Can also raise ``LeaseError``.
             TransferError: a write-back failed.
         """
-        self._check_can_succeed([(block, block.home, "r")], waiting)
-        self._wait(waiting, block, None, is_retry=True)
+        self._refuse_futile_wait([(block, block.home, "r")], reason)
+        self._wait(reason, block, None, is_retry=True)
 
     # -- placement ---------------------------------------------------------------------------------------------
 
@@ -409,12 +409,12 @@ class Leasing:
         occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
-            need = self.tier(tier).slot_bytes(block.spec.nbytes)
+            need_bytes = self.tier(tier).slot_bytes(block.spec.nbytes)
             copy = block.copy_in(tier)
             if not copy.is_home and copy.pins == 0:
-                if occupancy.pinned_bytes[tier] + need > occupancy.bytes_for_copies(tier):
-                    raise self._capacity_error(tier, need, f"to pin '{key}'")
-                occupancy.add_pinned(tier, need, 1)
+                if occupancy.pinned_bytes[tier] + need_bytes > occupancy.bytes_for_copies(tier):
+                    raise self._capacity_error(tier, need_bytes, f"to pin '{key}'")
+                occupancy.add_pinned(tier, need_bytes, 1)
             copy.pins += 1
             occupancy.num_changes += 1
 
@@ -438,15 +438,15 @@ class Leasing:
         with self.movement.changed:
             block = self.block(key)
             self.tier(tier)
-            skipped = Transfer(block.spec.home, tier, 0, skipped=True)
+            skipped_transfer = Transfer(block.spec.home, tier, 0, skipped=True)
             if block.writer is not None or not block.has_contents:
-                return skipped
+                return skipped_transfer
             copy = block.copy_in(tier)
             if copy.state.is_valid:
-                return skipped
-            self.movement.advance_fetch(block, tier, tick=self.movement.prefetcher.now, on_demand=True)
+                return skipped_transfer
+            self.movement.advance_fetch(block, tier, tick=self.movement.prefetcher.tick, on_demand=True)
             if copy.state is not CopyState.FILLING or copy.transfer is None:
-                return skipped
+                return skipped_transfer
             copy.prefetched = True
             return copy.transfer
 
@@ -465,8 +465,8 @@ class Leasing:
                 self.movement.evict(block, copy)
             self.movement.start_blocked()
             self.movement.changed.notify_all()
-            draining = copy.transfer if copy.state is CopyState.DRAINING else None
-            return draining or Transfer(tier, block.spec.home, 0, skipped=True)
+            write_back = copy.transfer if copy.state is CopyState.DRAINING else None
+            return write_back or Transfer(tier, block.spec.home, 0, skipped=True)
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Reserve bytes of a tier; see ``TieredStore.reserve``."""
@@ -490,12 +490,11 @@ def caller_thread_ids() -> Sequence[int]:
 
     On a CPU, a backward runs in the calling thread. On a device, it runs in an autograd thread. This thread must not
     wait for leases of the thread that called the backward. In Python 3.11 the calling thread cannot be found, so the
-    deadlock is not detected. If two threads run a backward, both ids are returned, because autograd has only one thread
-    per device.
+    deadlock is not detected. If two threads run a backward, both are returned: autograd has one thread per device.
     """
-    own = threading.get_ident()
+    own_id = threading.get_ident()
     if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:
-        return (own,)
+        return (own_id,)
     # The autograd engine is C++, so the innermost Python frame of a waiting thread is the frame that called the engine.
-    calls_engine = getattr(graph._engine_run_backward, "__code__", None)
-    return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))
+    engine_code = getattr(graph._engine_run_backward, "__code__", None)
+    return (own_id, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is engine_code))

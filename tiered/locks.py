@@ -48,10 +48,10 @@ def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
         fields = line.split(" ")
         if "-" not in fields[6:]:
             continue
-        point, after = unescape(fields[4]), fields.index("-", 6) + 1
+        point, kind_index = unescape(fields[4]), fields.index("-", 6) + 1
         # If several file systems are mounted at one point, only the last one is visible.
         if path.is_relative_to(point) and len(point) >= len(best.point):
-            best = Mount(point, fields[after], unescape(fields[after + 1]))
+            best = Mount(point, fields[kind_index], unescape(fields[kind_index + 1]))
     return best
 
 
@@ -60,20 +60,20 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def lock(fd: int, path: Path | str, *, shared: bool = False, waits: bool = False) -> None:
+def lock(fd: int, path: Path | str, *, shared: bool = False, blocking: bool = False) -> None:
     """Lock an open file with ``flock``. The lock ends when the file's last descriptor is closed.
 
     Args:
         path: name of the file, for the message.
         shared: whether several processes can hold the lock at the same time.
-        waits: whether to wait until the lock is free.
+        blocking: whether to wait until the lock is free.
 
     Raises:
         BlockingIOError: another process holds the lock.
         LockingError: the file system does not support locks.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if blocking else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except OSError as error:
@@ -119,7 +119,7 @@ def lock_directory(path: Path) -> DirectoryLock:
         LockingError: the file system does not support locks.
         OSError: the LOCK file cannot be opened or written.
     """
-    collected = False
+    has_collected = False
     for _ in range(_ATTEMPTS):
         fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         directory_fd = -1
@@ -129,11 +129,11 @@ def lock_directory(path: Path) -> DirectoryLock:
                 directory_fd = _lock_folder(path)
             except BlockingIOError:
                 holder = _read_text(fd)
-                if collected or not holder.startswith(_own_name()):
+                if has_collected or not holder.startswith(_process_text()):
                     raise LockedError(str(path), holder or "another process") from None
                 # A tier of this process holds the lock. If the tier is garbage (for example because a store refused
                 # it), collecting it releases the lock. Tiers are in reference cycles, so they are not freed at once.
-                collected = True
+                has_collected = True
                 gc.collect()
                 os.close(fd)
                 continue
@@ -240,15 +240,15 @@ def _read_text(fd: int) -> str:
     return os.pread(fd, 4096, 0).decode(errors="replace").strip()
 
 
-def _own_name() -> str:
+def _process_text() -> str:
     return f"process {os.getpid()} on {socket.gethostname()},"
 
 
 def _write_owner(fd: int) -> None:
-    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    start_time = time.strftime("%Y-%m-%d %H:%M:%S %z")
     try:
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{_own_name()} since {started}\n".encode(), 0)
+        os.pwrite(fd, f"{_process_text()} since {start_time}\n".encode(), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # On a full drive, the lock works without the owner's name.
             raise

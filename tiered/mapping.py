@@ -71,8 +71,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
             durable: whether commits include a new block.
 
         Raises:
-            ValueError: the block has a different shape, dtype or home. ``register`` and ``acquire`` can raise other
-                errors.
+            ValueError: the block has another shape, dtype or home. ``register`` and ``acquire`` can raise other errors.
             TypeError: the value is neither a tensor nor an array, or it is an array whose dtype torch does not support.
         """
         tensor = as_tensor(key, tensor)
@@ -83,11 +82,11 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
             )
         else:
             spec = self.spec(key)
-            given = tuple(tensor.shape), tensor.dtype, home or spec.home
-            if given != (spec.shape, spec.dtype, spec.home):
+            request = tuple(tensor.shape), tensor.dtype, home or spec.home
+            if request != (spec.shape, spec.dtype, spec.home):
                 raise ValueError(
-                    f"block '{key}' has shape {spec.shape}, {spec.dtype} and home '{spec.home}', not {given[0]}, "
-                    f"{given[1]} and '{given[2]}': convert it, or unregister the block first (del store['{key}'])"
+                    f"block '{key}' has shape {spec.shape}, {spec.dtype} and home '{spec.home}', not {request[0]}, "
+                    f"{request[1]} and '{request[2]}': convert it, or unregister the block first (del store['{key}'])"
                 )
         try:
             self._named_access.write(spec, tensor, None)
@@ -170,8 +169,8 @@ def as_tensor(key: str, value: object) -> torch.Tensor:
             raise TypeError(f"block '{key}' must be written from a dense tensor, not a {kind} one: call to_dense()")
         return value
     if not isinstance(value, np.ndarray | np.generic):
-        found = type(value).__name__
-        raise TypeError(f"block '{key}' must be written from a torch tensor or a NumPy array, not '{found}'")
+        type_name = type(value).__name__
+        raise TypeError(f"block '{key}' must be written from a torch tensor or a NumPy array, not '{type_name}'")
     array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):

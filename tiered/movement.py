@@ -67,7 +67,7 @@ class Movement:
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
         self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
         self.read_only_tiers = {tier.name for tier in tiers if isinstance(tier, ReadOnlyTier) and tier.is_read_only}
-        self._index = {name: at for at, name in enumerate(self.order)}
+        self._index = {name: index for index, name in enumerate(self.order)}
         self.links = {(link.src, link.dst): link for link in links}
         self.routes = Routes(tuple(self.links))
         self.policy = policy
@@ -113,9 +113,9 @@ class Movement:
         newest = block.newest()
         if newest is not None and newest.drop_when_clean:
             # The copy is being evicted. If it were used again, the number of moved bytes would depend on timing.
-            waiting = self.write_back(block, newest) or self.waiting_for_transfer(newest, "drain")
-            if waiting is not None:
-                return waiting
+            reason = self.write_back(block, newest) or self.transfer_wait_reason(newest, "drain")
+            if reason is not None:
+                return reason
             newest = block.newest()
         if target.state.is_valid:
             return None
@@ -124,7 +124,7 @@ class Movement:
         if target.is_home:
             if newest is None:
                 raise UninitializedBlockError(block.spec.key)
-            return self.write_back(block, newest) or self.waiting_for_transfer(newest, "drain")
+            return self.write_back(block, newest) or self.transfer_wait_reason(newest, "drain")
         source = self._nearest_source(block, tier)
         if source is None:
             if block.home.state is CopyState.FILLING:
@@ -132,21 +132,21 @@ class Movement:
             raise UninitializedBlockError(block.spec.key)
         hop = self.routes.between(source.tier, tier)[-1][0]
         if hop != source.tier:
-            waiting = self.advance_fetch(block, hop, tick=tick, on_demand=on_demand)
-            return waiting or self.advance_fetch(block, tier, tick=tick, on_demand=on_demand)
+            reason = self.advance_fetch(block, hop, tick=tick, on_demand=on_demand)
+            return reason or self.advance_fetch(block, tier, tick=tick, on_demand=on_demand)
         slot = self.make_space(block, tier, tick=tick, on_demand=on_demand)
         if slot is None:
             return self.space_wait_reason(block, tier)
         self.occupancy.take_slot(target, slot)
         self._fill(block, source, target, tick)
-        return self.waiting_for_transfer(target, "fill")
+        return self.transfer_wait_reason(target, "fill")
 
     @staticmethod
-    def waiting_for_transfer(copy: Copy, cause: str) -> WaitReason | None:
+    def transfer_wait_reason(copy: Copy, cause: str) -> WaitReason | None:
         """Return a reason to wait for the transfer to or from ``copy``, or None if the transfer has ended."""
         assert copy.transfer is not None
-        is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
-        return None if is_over else WaitReason(cause, copy.transfer)
+        has_ended = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
+        return None if has_ended else WaitReason(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
@@ -162,7 +162,7 @@ class Movement:
         block.num_transfers += 1
         nbytes = block.spec.nbytes
         self.inflight_bytes += nbytes
-        self.due.add((source.tier, target.tier), nbytes, tick=tick, now=self.prefetcher.now)
+        self.due.add((source.tier, target.tier), nbytes, tick=tick, current_tick=self.prefetcher.tick)
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
@@ -180,7 +180,7 @@ class Movement:
                 target.move(CopyState.CLEAN)
             else:
                 hop, nbytes = (source.tier, target.tier), block.spec.nbytes
-                self.due.add(hop, -nbytes, tick=tick, now=self.prefetcher.now)
+                self.due.add(hop, -nbytes, tick=tick, current_tick=self.prefetcher.tick)
                 self.occupancy.release_slot(target)
                 target.move(CopyState.ABSENT)
             self._emit("fetch", block, target.tier, transfer)
@@ -200,32 +200,32 @@ class Movement:
             return WaitReason("lease")
         hops = list(self.routes.between(copy.tier, block.spec.home))
         hop = hops[0][1]
-        middle = None if hop == block.spec.home else block.copy_in(hop)
-        if middle is not None and middle.state.is_valid:
+        relay = None if hop == block.spec.home else block.copy_in(hop)
+        if relay is not None and relay.state.is_valid:
             hops.pop(0)
-        elif middle is not None:
-            if middle.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write its copy.
-                return WaitReason("fill", middle.transfer)
-            slot = self.make_space(block, hop, tick=self.prefetcher.now, on_demand=True, waits=False)
+        elif relay is not None:
+            if relay.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write its copy.
+                return WaitReason("fill", relay.transfer)
+            slot = self.make_space(block, hop, tick=self.prefetcher.tick, on_demand=True, will_retry=False)
             if slot is None:
                 return self.space_wait_reason(block, hop)
-            self.occupancy.take_slot(middle, slot)
+            self.occupancy.take_slot(relay, slot)
         copy.move(CopyState.DRAINING)
         block.home.move(CopyState.FILLING)
         block.num_transfers += 1
         _count_write_back(self, block, hops, 1)
-        if middle is None:
+        if relay is None:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
-            self.occupancy.add_relayed(middle, 1)
-            transfer = submit_two_hops(self.links, block, copy, middle)
+            self.occupancy.add_relayed(relay, 1)
+            transfer = submit_two_hops(self.links, block, copy, relay)
         copy.transfer = block.home.transfer = transfer
         # Add the callback last: if the transfer has ended, it runs at once and needs the state set above.
-        transfer.add_done_callback(lambda done: self._on_written_back(block, copy, middle, hops, done))
+        transfer.add_done_callback(lambda done: self._on_written_back(block, copy, relay, hops, done))
         return None
 
     def _on_written_back(
-        self, block: Block, copy: Copy, middle: Copy | None, hops: Sequence[tuple[str, str]], transfer: Transfer
+        self, block: Block, copy: Copy, relay: Copy | None, hops: Sequence[tuple[str, str]], transfer: Transfer
     ) -> None:
         with self.changed:
             block.num_transfers -= 1
@@ -241,8 +241,8 @@ class Movement:
                 copy.move(CopyState.DIRTY)
                 copy.drop_when_clean = False
                 block.home.move(CopyState.STALE)
-            if middle is not None:
-                self._end_relay(block, middle, transfer)
+            if relay is not None:
+                self._end_relay(block, relay, transfer)
             self._emit("write_back", block, block.spec.home, transfer)
             self.advance_eviction(block, copy)
             self.prefetcher.pump()
@@ -275,53 +275,52 @@ class Movement:
         for tier in self.pausing_tiers:
             tier.give_up_waiting()
 
-    def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
+    def _end_relay(self, block: Block, relay: Copy, transfer: Transfer) -> None:
         """Release the intermediate copy of a write-back; evict it if the write-back created it."""
-        self.occupancy.add_relayed(middle, -1)
-        middle.readers -= 1
-        if middle.state is CopyState.FILLING and transfer.error is not None:
-            self.occupancy.release_slot(middle)
-            middle.move(CopyState.ABSENT)
-        elif middle.state is CopyState.FILLING:
-            middle.move(CopyState.CLEAN)
-            middle.drop_when_clean = True
-        self.advance_eviction(block, middle)
+        self.occupancy.add_relayed(relay, -1)
+        relay.readers -= 1
+        if relay.state is CopyState.FILLING and transfer.error is not None:
+            self.occupancy.release_slot(relay)
+            relay.move(CopyState.ABSENT)
+        elif relay.state is CopyState.FILLING:
+            relay.move(CopyState.CLEAN)
+            relay.drop_when_clean = True
+        self.advance_eviction(block, relay)
 
     # -- making space ------------------------------------------------------------------------------------------
 
     def make_space(
-        self, block: Block, tier: str, *, tick: int, on_demand: bool, home: bool = False, waits: bool = True
+        self, block: Block, tier: str, *, tick: int, on_demand: bool, home: bool = False, will_retry: bool = True
     ) -> Slot | None:
         """Return a slot in ``tier``, or None if space is still lacking. Evicts copies in the policy's order.
 
         Args:
             home: whether the slot is the block's home slot.
-            waits: whether the caller retries after an eviction. If not, a buffer of another size is dropped at
-                once.
+            will_retry: whether the caller retries after an eviction. If False, drops a buffer of another size at once.
         """
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
-        keeps_to_size = not home and tier in self.occupancy.copy_buffers
-        if keeps_to_size and not self._make_buffer(block, tier, tick=tick, on_demand=on_demand):
-            is_near = waits and self.occupancy.evicting_copy(block, tier) is not None
-            if is_near or not on_demand:
+        has_fixed_sizes = not home and tier in self.occupancy.copy_buffers
+        if has_fixed_sizes and not self._make_buffer(block, tier, tick=tick, on_demand=on_demand):
+            is_buffer_coming = will_retry and self.occupancy.evicting_copy(block, tier) is not None
+            if is_buffer_coming or not on_demand:
                 return None
             # No buffer of this size will become free, so a buffer of another size must be dropped.
         slot = owner.allocate(nbytes, name=name, home=home)
         if slot is not None:
             return slot
-        missing = owner.slot_bytes(nbytes) - owner.usage().free_bytes
+        missing_bytes = owner.slot_bytes(nbytes) - owner.usage().free_bytes
         for _, copy in self.occupancy.copies(tier):
             if copy.drop_when_clean and copy.state is CopyState.DRAINING:
-                missing -= copy.slot_bytes
+                missing_bytes -= copy.slot_bytes
         evictable = {b.spec.key: (b, c) for b, c in self.occupancy.copies(tier) if self._is_evictable(b, c)}
-        for candidate in self._ranked(evictable):
-            if missing <= 0:
+        for candidate in self._rank(evictable):
+            if missing_bytes <= 0:
                 break
             if not on_demand and candidate.next_use <= tick:
                 continue
             victim_block, victim = evictable[candidate.key]
-            missing -= victim.slot_bytes
+            missing_bytes -= victim.slot_bytes
             self.evict(victim_block, victim)
         return owner.allocate(nbytes, name=name, home=home)
 
@@ -333,9 +332,9 @@ class Movement:
         if self.occupancy.evicting_copy(block, tier) is not None:
             return False
         slot_bytes = self.tiers[tier].slot_bytes(nbytes)
-        alike = [(b, c) for b, c in self.occupancy.copies(tier) if c.slot_bytes == slot_bytes]
-        evictable = {b.spec.key: (b, c) for b, c in alike if self._is_evictable(b, c)}
-        victim = next((each for each in self._ranked(evictable) if on_demand or each.next_use > tick), None)
+        same_size_copies = [(b, c) for b, c in self.occupancy.copies(tier) if c.slot_bytes == slot_bytes]
+        evictable = {b.spec.key: (b, c) for b, c in same_size_copies if self._is_evictable(b, c)}
+        victim = next((c for c in self._rank(evictable) if on_demand or c.next_use > tick), None)
         if victim is not None:
             self.evict(*evictable[victim.key])
         return owner.has_buffer(nbytes)
@@ -377,14 +376,14 @@ class Movement:
         They start even if no caller needs the space. Otherwise the number of moved bytes would depend on timing: a copy
         may or may not be written before its next use.
         """
-        num_before = len(self._blocked)
+        num_blocked = len(self._blocked)
         for copy, block in list(self._blocked.items()):
             if self._blocked.pop(copy, None) is not None and copy.state is CopyState.DIRTY:
                 self.advance_eviction(block, copy)
-        return len(self._blocked) < num_before
+        return len(self._blocked) < num_blocked
 
     @property
-    def has_blocked(self) -> bool:
+    def has_blocked_write_backs(self) -> bool:
         """Whether a write-back is waiting for space in an intermediate tier."""
         return bool(self._blocked)
 
@@ -413,7 +412,7 @@ class Movement:
             and not copy.readers
             and block.writer is None
             and not copy.pins
-            and not copy.wanted
+            and not copy.num_waiters
         )
 
     def mark_used(self, copy: Copy) -> None:
@@ -421,18 +420,18 @@ class Movement:
         self._num_uses += 1
         copy.last_use = self._num_uses
 
-    def _ranked(self, evictable: Mapping[str, tuple[Block, Copy]]) -> Sequence[Candidate]:
+    def _rank(self, evictable: Mapping[str, tuple[Block, Copy]]) -> Sequence[Candidate]:
         return self.policy.rank(
-            [self._candidate(block, copy) for block, copy in evictable.values()], self.prefetcher.now
+            [self._candidate(block, copy) for block, copy in evictable.values()], self.prefetcher.tick
         )
 
     def _candidate(self, block: Block, copy: Copy) -> Candidate:
         key, next_use = block.spec.key, NEVER
-        schedule, now = self.prefetcher.schedule, self.prefetcher.now
+        schedule, tick = self.prefetcher.schedule, self.prefetcher.tick
         if schedule is not None:
             # The use at the current tick is still to come if the copy has not been leased in this tick.
-            is_past = copy.leased_at == now
-            next_use = schedule.next_use(key, copy.tier, now if is_past else now - 1)
+            is_past = copy.leased_at == tick
+            next_use = schedule.next_use(key, copy.tier, tick if is_past else tick - 1)
         return Candidate(key, copy.slot_bytes, copy.state is CopyState.DIRTY, copy.last_use, next_use)
 
     def _emit(self, kind: str, block: Block, tier: str, transfer: Transfer) -> None:
@@ -444,46 +443,46 @@ class Movement:
 
 def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
     """Return the bytes per link for all uses up to the current tick, regardless of when the bytes move."""
-    found = Counter(movement.due.until(movement.prefetcher.now))
+    totals = Counter(movement.due.bytes_until(movement.prefetcher.tick))
     for copy, block in movement._blocked.items():
         for hop in movement.routes.between(copy.tier, block.spec.home):
-            found[hop] += block.spec.nbytes
-    return found
+            totals[hop] += block.spec.nbytes
+    return totals
 
 
 def _count_write_back(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
     """Count a write-back's bytes on its links. A ``count`` of -1 cancels a failed write-back."""
-    now = movement.prefetcher.now
+    tick = movement.prefetcher.tick
     for hop in hops:
-        movement.due.add(hop, count * block.spec.nbytes, tick=now, now=now)
+        movement.due.add(hop, count * block.spec.nbytes, tick=tick, current_tick=tick)
 
 
-def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:
-    """Start writing ``copy`` to the block's home through ``middle``. The caller holds the store's lock.
+def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, relay: Copy) -> Transfer:
+    """Start writing ``copy`` to the block's home through ``relay``. The caller holds the store's lock.
 
     Args:
-        middle: intermediate copy, which has a slot. If this copy is valid, the first hop is omitted.
+        relay: intermediate copy, which has a slot. If this copy is valid, the first hop is omitted.
 
     Returns:
         A transfer that ends when the second hop ends.
     """
-    assert copy.slot is not None and middle.slot is not None
+    assert copy.slot is not None and relay.slot is not None
     nbytes, home = block.spec.nbytes, block.home
-    whole = Transfer(copy.tier, home.tier, nbytes, "staged")
-    middle.readers += 1
+    transfer = Transfer(copy.tier, home.tier, nbytes, "staged")
+    relay.readers += 1
 
-    def second_hop(first: Transfer | None) -> None:
-        if first is not None and first.error is not None:
-            whole.finish(first.error)
+    def start_second_hop(first_transfer: Transfer | None) -> None:
+        if first_transfer is not None and first_transfer.error is not None:
+            transfer.finish(first_transfer.error)
             return
-        assert middle.slot is not None and home.slot is not None
-        last = links[middle.tier, home.tier].submit(middle.slot, home.slot, nbytes)
-        last.add_done_callback(lambda done: whole.finish(done.error))
+        assert relay.slot is not None and home.slot is not None
+        second_transfer = links[relay.tier, home.tier].submit(relay.slot, home.slot, nbytes)
+        second_transfer.add_done_callback(lambda done: transfer.finish(done.error))
 
-    if middle.state.is_valid:
-        second_hop(None)
+    if relay.state.is_valid:
+        start_second_hop(None)
     else:
-        middle.move(CopyState.FILLING)
-        middle.transfer = whole
-        links[copy.tier, middle.tier].submit(copy.slot, middle.slot, nbytes).add_done_callback(second_hop)
-    return whole
+        relay.move(CopyState.FILLING)
+        relay.transfer = transfer
+        links[copy.tier, relay.tier].submit(copy.slot, relay.slot, nbytes).add_done_callback(start_second_hop)
+    return transfer

@@ -67,10 +67,10 @@ class Occupancy:
         self.pinned_bytes[tier] += count * slot_bytes
         self.pinned_buffers[tier, slot_bytes] += count
 
-    def add_relayed(self, middle: Copy, count: int) -> None:
+    def add_relayed(self, relay: Copy, count: int) -> None:
         """Add ``count`` write-backs that pass through a copy; a negative count removes them."""
-        self._relayed_bytes[middle.tier] += count * middle.slot_bytes
-        self._relayed_buffers[middle.tier, middle.slot_bytes] += count
+        self._relayed_bytes[relay.tier] += count * relay.slot_bytes
+        self._relayed_buffers[relay.tier, relay.slot_bytes] += count
 
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
         """Allocate and keep buffers for copies; see ``TieredStore.keep_buffers``."""
@@ -85,10 +85,10 @@ class Occupancy:
 
     def slot_bytes(self, block: Block, tier: str) -> int:
         """Return the bytes of a block's slot in a tier. Cached, because every change walks the whole schedule."""
-        known = block.slot_bytes.get(tier)
-        if known is None:
-            known = block.slot_bytes[tier] = self._tiers[tier].slot_bytes(block.spec.nbytes)
-        return known
+        nbytes = block.slot_bytes.get(tier)
+        if nbytes is None:
+            nbytes = block.slot_bytes[tier] = self._tiers[tier].slot_bytes(block.spec.nbytes)
+        return nbytes
 
     def copies(self, tier: str) -> list[tuple[Block, Copy]]:
         """Return (block, copy) for each copy with a slot in a tier, including home copies."""
@@ -106,23 +106,23 @@ class Occupancy:
         """Return the bytes of a tier that are available to copies: all except home slots and reservations."""
         return self._tiers[tier].usage().free_bytes + self.copy_bytes[tier]
 
-    def prefetch_bytes(self, blocked: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    def prefetch_bytes(self, blocked_slots: Mapping[tuple[str, int], int]) -> dict[str, int]:
         """Return the bytes of each tier that are available to prefetched copies.
 
         Args:
-            blocked: number of slots that blocked write-backs need, by (tier, slot size).
+            blocked_slots: number of slots that blocked write-backs need, by (tier, slot size).
         """
-        taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
-        free = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self._tiers.items()}
-        for (name, size), count in blocked.items():
-            free[name] -= count * size
-        return free
+        charges = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
+        result = {name: tier.capacity_bytes - sum(c[name] for c in charges) for name, tier in self._tiers.items()}
+        for (name, size), count in blocked_slots.items():
+            result[name] -= count * size
+        return result
 
-    def prefetch_buffers(self, blocked: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+    def prefetch_buffers(self, blocked_slots: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """Return the number of buffers that are available to prefetched copies, by (tier, slot size)."""
-        taken = (self.pinned_buffers, self._relayed_buffers, blocked)
+        charges = (self.pinned_buffers, self._relayed_buffers, blocked_slots)
         return {
-            (tier, size): count - sum(each.get((tier, size), 0) for each in taken)
+            (tier, size): count - sum(c.get((tier, size), 0) for c in charges)
             for tier, counts in self.copy_buffers.items()
             for size, count in counts.items()
         }

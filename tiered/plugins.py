@@ -44,17 +44,17 @@ def tier_class(name: str) -> TierFactory:
             f"Install the package that provides it by an entry point in the group '{ENTRY_POINT_GROUP}'"
         )
     if len({point.value for point in points}) > 1:
-        places = " and ".join(sorted(_provider(point) for point in points))
-        raise TieredError(f"tier '{name}' is in {places}: uninstall one package, or import the class directly")
+        providers = " and ".join(sorted(_provider(point) for point in points))
+        raise TieredError(f"tier '{name}' is in {providers}: uninstall one package, or import the class directly")
     try:
-        found = points[0].load()
+        entry = points[0].load()
     except Exception as cause:  # Importing a package can raise any exception.
         text = f"tier '{name}' of {_provider(points[0])} cannot be imported: {type(cause).__name__}: {cause}"
         raise TieredError(f"{text}. Install its dependencies, or another version") from cause
-    if not callable(found):
-        text = f"the entry point of tier '{name}' of {_provider(points[0])} is wrong: it names a {type(found).__name__}"
+    if not callable(entry):
+        text = f"the entry point of tier '{name}' of {_provider(points[0])} is wrong: it names a {type(entry).__name__}"
         raise TieredError(f"{text}, not a class or function that creates a tier")
-    factory: TierFactory = found
+    factory: TierFactory = entry
     return factory
 
 

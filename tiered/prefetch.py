@@ -19,37 +19,36 @@ if TYPE_CHECKING:
 class FetchSchedule:
     """Scheduled accesses of the blocks that are used outside their home at least once. Other blocks need no fetch.
 
-    Every change in the store walks the schedule. If most blocks stay at home, walking all accesses would dominate a
-    step.
+    Every change in the store walks the schedule, and most blocks may stay at home. Walking all accesses would be slow.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
-        self._all = schedule or Schedule([])
-        self._part: Schedule | None = None
+        self._schedule = schedule or Schedule([])
+        self._filtered_schedule: Schedule | None = None
 
     def add_block(self, block: Block) -> None:
         """Update the schedule for a newly registered block, which may already have accesses."""
-        if block.spec.key in self._all.keys:
-            self._part = None
+        if block.spec.key in self._schedule.keys:
+            self._filtered_schedule = None
 
-    def for_blocks(self, blocks: Mapping[str, Block]) -> Schedule:
+    def select(self, blocks: Mapping[str, Block]) -> Schedule:
         """Return the accesses of the registered ``blocks`` (by key) that are used outside their home."""
-        if self._part is None:
-            accesses = [access for access in self._all.accesses if access.key in blocks]
-            away = {access.key for access in accesses if blocks[access.key].spec.home != access.tier}
-            self._part = self._all.of(lambda access: access.key in away)
-        return self._part
+        if self._filtered_schedule is None:
+            accesses = [access for access in self._schedule.accesses if access.key in blocks]
+            away_keys = {access.key for access in accesses if blocks[access.key].spec.home != access.tier}
+            self._filtered_schedule = self._schedule.of(lambda access: access.key in away_keys)
+        return self._filtered_schedule
 
 
 def next_fetches(
     schedule: Schedule,
-    now: int,
+    current_tick: int,
     lookahead_bytes: int | None,
     free_bytes: Mapping[str, int],
     inspect: Callable[[Access], tuple[bool, int]],
     hop_bytes: Callable[[Access], Mapping[str, int]] | None = None,
     buffers: Mapping[tuple[str, int], int] | None = None,
-    skipped: Container[tuple[int, str]] = (),
+    skipped_reads: Container[tuple[int, str]] = (),
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Has no side effects.
 
@@ -59,7 +58,7 @@ def next_fetches(
     bytes does not depend on the speed of transfers.
 
     Args:
-        now: the trainer's tick. Copies for this tick are fetched on demand.
+        current_tick: the trainer's tick. Copies for this tick are fetched on demand.
         lookahead_bytes: maximum bytes of distinct future copies. If None, only space limits them.
         free_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
         inspect: function that returns whether an access has a copy (arrived or in flight), and the bytes of the slot
@@ -67,35 +66,36 @@ def next_fetches(
         hop_bytes: function that returns the bytes that an access needs in tiers between its tier and the block's home.
             None if no route has such tiers.
         buffers: number of buffers by (tier, size). Sizes without an entry share the remaining bytes.
-        skipped: (tick, key) pairs of reads that will not happen.
+        skipped_reads: (tick, key) pairs of reads that will not happen.
     """
     if lookahead_bytes == 0:
         return
-    free = _FreeBytes(free_bytes, hop_bytes, buffers)
+    budget = _FreeBytes(free_bytes, hop_bytes, buffers)
     ahead_bytes = 0
-    settled: set[str] = set()
-    for access in schedule.used_at(now):
-        free.take(access, inspect(access)[1])
+    settled_keys: set[str] = set()
+    for access in schedule.used_at(current_tick):
+        budget.take(access, inspect(access)[1])
         if access.mode != "r":
-            settled.add(access.key)
-    free.counted.clear()  # Copies in use now will be evicted before their next use, which needs space again.
-    for tick, access in schedule.walk(now):
+            settled_keys.add(access.key)
+    budget.counted_copies.clear()  # Copies in use now will be evicted before their next use, which needs space again.
+    for tick, access in schedule.walk(current_tick):
         key = access.key
-        if key in settled and (key, access.tier) in free.counted and not (hop_bytes is not None and hop_bytes(access)):
+        is_counted = key in settled_keys and (key, access.tier) in budget.counted_copies
+        if is_counted and not (hop_bytes is not None and hop_bytes(access)):
             continue  # The steps below would change nothing.
         is_present, nbytes = inspect(access)
-        if not free.take(access, nbytes):
+        if not budget.take(access, nbytes):
             return
         # A write or a fetch settles the key: fetches for later accesses to the block start only after this access.
-        is_settled = key in settled
-        settled.add(key)
+        is_settled = key in settled_keys
+        settled_keys.add(key)
         if is_settled or access.mode == "w":
             continue
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
         # A skipped access still takes its space and its turn, because it may happen after all.
-        if not is_present and (tick, key) not in skipped:
+        if not is_present and (tick, key) not in skipped_reads:
             yield Access(tick, key, access.tier, access.mode)
 
 
@@ -103,7 +103,7 @@ class _FreeBytes:
     """Remaining free bytes of each tier while the copies of a schedule are counted.
 
     Attributes:
-        counted: (key, tier) pairs of the counted copies.
+        counted_copies: (key, tier) pairs of the counted copies.
     """
 
     def __init__(
@@ -112,28 +112,28 @@ class _FreeBytes:
         hop_bytes: Callable[[Access], Mapping[str, int]] | None = None,
         buffers: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        self._left, self._hop_bytes, self._buffers = dict(free_bytes), hop_bytes, dict(buffers or {})
-        self.counted: set[tuple[str, str]] = set()
+        self._free_bytes, self._hop_bytes, self._buffers = dict(free_bytes), hop_bytes, dict(buffers or {})
+        self.counted_copies: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
         """Subtract the bytes of an access, once per copy. Return False if a tier lacks space."""
-        others = self._hop_bytes(access) if self._hop_bytes is not None else None
-        if not others:  # This common case is inlined, because a step calls this method about 10,000 times.
-            tier, place = access.tier, (access.key, access.tier)
-            if place not in self.counted:
-                self.counted.add(place)
-                self._left[tier] -= nbytes
+        hop_needs = self._hop_bytes(access) if self._hop_bytes is not None else None
+        if not hop_needs:  # This common case is inlined, because a step calls this method about 10,000 times.
+            tier, copy_id = access.tier, (access.key, access.tier)
+            if copy_id not in self.counted_copies:
+                self.counted_copies.add(copy_id)
+                self._free_bytes[tier] -= nbytes
                 if (tier, nbytes) in self._buffers:
                     self._buffers[tier, nbytes] -= 1
-            return self._left[tier] >= 0 and self._buffers.get((tier, nbytes), 0) >= 0
-        needs = {access.tier: nbytes, **others}
+            return self._free_bytes[tier] >= 0 and self._buffers.get((tier, nbytes), 0) >= 0
+        needs = {access.tier: nbytes, **hop_needs}
         for tier, need_bytes in needs.items():
-            if (access.key, tier) not in self.counted:
-                self.counted.add((access.key, tier))
-                self._left[tier] -= need_bytes
+            if (access.key, tier) not in self.counted_copies:
+                self.counted_copies.add((access.key, tier))
+                self._free_bytes[tier] -= need_bytes
                 if (tier, need_bytes) in self._buffers:
                     self._buffers[tier, need_bytes] -= 1
-        return all(self._left[tier] >= 0 and self._buffers.get((tier, n), 0) >= 0 for tier, n in needs.items())
+        return all(self._free_bytes[tier] >= 0 and self._buffers.get((tier, n), 0) >= 0 for tier, n in needs.items())
 
 
 class Mover(Protocol):
@@ -151,7 +151,7 @@ class Mover(Protocol):
     inflight_bytes: int
 
     @property
-    def has_blocked(self) -> bool: ...
+    def has_blocked_write_backs(self) -> bool: ...
 
     def advance_fetch(self, block: Block, tier: str, *, tick: int, on_demand: bool) -> WaitReason | None: ...
 
@@ -176,40 +176,40 @@ class Prefetcher:
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
-        self._away = FetchSchedule(None)
+        self._fetch_schedule = FetchSchedule(None)
         self._skipped: set[tuple[int, str]] = set()  # (tick, key) pairs of accesses that will not happen
         self.lookahead_bytes: int | None = 0
-        self.now = 0
+        self.tick = 0
         self.idle_state: object = None
         self._is_pumping = False
 
     def add_block(self, block: Block) -> None:
         """Update the schedule for a newly registered block, which may already have accesses."""
-        self._away.add_block(block)
+        self._fetch_schedule.add_block(block)
 
     def set_schedule(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Replace the schedule and the look-ahead, and forget all skipped accesses."""
         self._mover.occupancy.num_changes += 1
-        self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, FetchSchedule(schedule)
+        self.schedule, self.lookahead_bytes, self._fetch_schedule = schedule, lookahead_bytes, FetchSchedule(schedule)
         self._skipped = set()
 
     def advance(self, tick: int) -> None:
         """Set the current tick, and forget earlier skipped accesses."""
-        self.now = tick
+        self.tick = tick
         if self._skipped:
-            self._skipped = {each for each in self._skipped if each[0] >= tick}
+            self._skipped = {pair for pair in self._skipped if pair[0] >= tick}
 
-    def skip(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
-        """Skip prefetches for (tick, key) pairs in ``accesses``. Pairs in ``but_not`` are no longer skipped."""
+    def skip(self, accesses: Iterable[tuple[int, str]], resumed: Iterable[tuple[int, str]]) -> None:
+        """Skip prefetches for (tick, key) pairs in ``accesses``, and resume prefetches for pairs in ``resumed``."""
         self._mover.occupancy.num_changes += 1
         self._skipped.update(accesses)
-        self._skipped.difference_update(but_not)
+        self._skipped.difference_update(resumed)
 
     def pump(self) -> None:
         """Start the scheduled fetches that fit. Cheap if there is nothing to fetch."""
         if self._is_pumping:
             return
-        if not self._away.for_blocks(self._mover.blocks).accesses and not self._mover.has_blocked:
+        if not self._fetch_schedule.select(self._mover.blocks).accesses and not self._mover.has_blocked_write_backs:
             return
         self._is_pumping = True
         try:
@@ -218,33 +218,33 @@ class Prefetcher:
             state = self.fetch_state()
             if state == self.idle_state:
                 return
-            self.idle_state, has_begun_all = None, True
+            self.idle_state, have_all_started = None, True
             for access in self.missing_accesses():
                 if self._mover.inflight_bytes >= self._max_inflight_bytes:
                     return
-                waits_for = self._prefetch(access)
-                if waits_for == "space":  # Later fetches must not overtake this one.
+                obstacle = self._prefetch(access)
+                if obstacle == "space":  # Later fetches must not overtake this one.
                     return
-                has_begun_all &= waits_for == ""
-            if has_begun_all:
+                have_all_started &= obstacle == ""
+            if have_all_started:
                 self.idle_state = state  # Use the earlier state: if a copy has left since, search again.
         finally:
             self._is_pumping = False
 
     def fetch_state(self) -> object:
         """Return all values that determine what to fetch. Equal states lead to the same fetches."""
-        occupancy, blocked = self._mover.occupancy, self._mover.blocked_slots()
-        return self.now, occupancy.num_changes, occupancy.prefetch_bytes(blocked), occupancy.prefetch_buffers(blocked)
+        occupancy, slots = self._mover.occupancy, self._mover.blocked_slots()
+        return self.tick, occupancy.num_changes, occupancy.prefetch_bytes(slots), occupancy.prefetch_buffers(slots)
 
     def missing_accesses(self) -> Iterator[Access]:
         """Yield scheduled accesses that have no copy yet, nearest deadline first, as far as space allows."""
-        away, blocked = self._away.for_blocks(self._mover.blocks), self._mover.blocked_slots()
-        free, buffers = self._mover.occupancy.prefetch_bytes(blocked), self._mover.occupancy.prefetch_buffers(blocked)
+        fetches, slots = self._fetch_schedule.select(self._mover.blocks), self._mover.blocked_slots()
+        free, buffers = self._mover.occupancy.prefetch_bytes(slots), self._mover.occupancy.prefetch_buffers(slots)
         hops = self._hop_bytes if len(self._mover.order) > 2 else None
-        return next_fetches(away, self.now, self.lookahead_bytes, free, self._inspect, hops, buffers, self._skipped)
+        return next_fetches(fetches, self.tick, self.lookahead_bytes, free, self._inspect, hops, buffers, self._skipped)
 
     @contextmanager
-    def pumping_once(self) -> Iterator[None]:
+    def defer_fetches(self) -> Iterator[None]:
         """Defer all fetches to one walk of the schedule after the ``with`` block. The caller holds the lock."""
         if self._is_pumping:
             yield
@@ -278,8 +278,8 @@ class Prefetcher:
         block = self._mover.blocks[access.key]
         if not block.has_contents or block.writer is not None:
             return "contents"
-        waiting = self._mover.advance_fetch(block, access.tier, tick=access.tick, on_demand=False)
-        if waiting is not None and waiting.cause == "space":
+        reason = self._mover.advance_fetch(block, access.tier, tick=access.tick, on_demand=False)
+        if reason is not None and reason.cause == "space":
             return "space"
         copy = block.copy_in(access.tier)
         copy.prefetched = copy.state is CopyState.FILLING  # False if the bytes are moving on an earlier hop

@@ -23,7 +23,7 @@ class Copy:
 
     Attributes:
         readers: number of read leases and transfers that read this copy.
-        wanted: number of ``acquire`` calls that wait for this copy. A wanted copy is not evicted.
+        num_waiters: number of ``acquire`` calls that wait for this copy. A wanted copy is not evicted.
         last_use: counter value of the last use or arrival.
         leased_at: tick of the last lease.
         transfer: latest transfer that filled or drained the copy, in progress or ended.
@@ -36,6 +36,7 @@ class Copy:
         "is_home",
         "last_use",
         "leased_at",
+        "num_waiters",
         "pins",
         "prefetched",
         "readers",
@@ -43,7 +44,6 @@ class Copy:
         "state",
         "tier",
         "transfer",
-        "wanted",
     )
 
     def __init__(self, tier: str, *, is_home: bool) -> None:
@@ -53,7 +53,7 @@ class Copy:
         self.slot: Slot | None = None
         self.readers = 0
         self.pins = 0
-        self.wanted = 0
+        self.num_waiters = 0
         self.last_use = -1
         self.leased_at: int | None = None
         self.prefetched = False
@@ -138,7 +138,7 @@ class Lease:
         "_copy",
         "_leasing",
         "_released",
-        "_writes",
+        "_write_count",
         "key",
         "mode",
         "tensor",
@@ -154,7 +154,7 @@ class Lease:
         # ``data`` gives the view its own counter of in-place writes. Without it, all views of the slot share one
         # counter.
         self.tensor = tensor.data if mode == "r" else tensor
-        self._writes = _num_writes(self.tensor) if mode == "r" else 0
+        self._write_count = _num_writes(self.tensor) if mode == "r" else 0
         self.thread_id = threading.get_ident()
 
     @property
@@ -235,8 +235,8 @@ class LeaseGroup(Sequence[Lease]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        left = [lease for lease in self._leases if not lease._released]
-        _end(left, abandoned=kind is not None, stream=None)
+        open_leases = [lease for lease in self._leases if not lease._released]
+        _end(open_leases, abandoned=kind is not None, stream=None)
 
 
 def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
@@ -254,11 +254,11 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
     for lease in leases:
         lease._released = True
     leases[0]._leasing.return_leases(leases, abandoned=abandoned, stream=stream)
-    written = [each for each in leases if each.mode == "r" and _num_writes(each.tensor) != each._writes]
+    offenders = [lease for lease in leases if lease.mode == "r" and _num_writes(lease.tensor) != lease._write_count]
     for lease in leases:
         del lease.tensor
-    if written and not abandoned:
-        keys = ", ".join(f"'{lease.key}'" for lease in written)
+    if offenders and not abandoned:
+        keys = ", ".join(f"'{lease.key}'" for lease in offenders)
         raise LeaseError(
             f"the tensor of a read lease was changed in place: {keys}. The change is in memory and may be lost; "
             "write the block again under a lease of mode 'rw' or 'w'"

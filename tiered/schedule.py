@@ -72,63 +72,63 @@ class Schedule:
         """Return a schedule from a recorded trace (``with store.record() as trace``)."""
         return cls(trace.accesses, period)
 
-    def of(self, is_wanted: Callable[[Access], bool]) -> Schedule:
-        """Return the same schedule with only the accesses for which ``is_wanted`` returns True."""
-        wanted = filter(is_wanted, self.accesses)
-        return Schedule(wanted, self.period, self.end, start=self.start, deferred=self.deferred)
+    def of(self, predicate: Callable[[Access], bool]) -> Schedule:
+        """Return the same schedule with only the accesses for which ``predicate`` returns True."""
+        accesses = filter(predicate, self.accesses)
+        return Schedule(accesses, self.period, self.end, start=self.start, deferred=self.deferred)
 
     def __contains__(self, access: Access) -> bool:
         tick = access.tick if self.period is None else access.tick % self.period
         return self._is_used(access.tick) and tick in self._uses.get((access.key, access.tier), ())
 
-    def next_use(self, key: str, tier: str, after: int) -> int:
-        """Return the first tick later than ``after`` at which the copy is used, or ``NEVER``."""
+    def next_use(self, key: str, tier: str, tick: int) -> int:
+        """Return the first tick later than ``tick`` at which the copy is used, or ``NEVER``."""
         ticks = self._uses.get((key, tier))
         if not ticks:
             return NEVER
         if self.period is None:
-            index = bisect_right(ticks, after)
+            index = bisect_right(ticks, tick)
             return ticks[index] if index < len(ticks) and self._is_used(ticks[index]) else NEVER
-        after = max(after, self.start - 1)
-        base, local = after - after % self.period, after % self.period
-        index = bisect_right(ticks, local)
-        for number in range(index, index + 2 * len(ticks)):  # The first and last period contain only some of the ticks.
-            turn, place = divmod(number, len(ticks))
-            tick = base + turn * self.period + ticks[place]
-            if self._is_used(tick):
-                return tick
+        tick = max(tick, self.start - 1)
+        base, offset = tick - tick % self.period, tick % self.period
+        index = bisect_right(ticks, offset)
+        for position in range(index, index + 2 * len(ticks)):  # The first and last period have only some of the ticks.
+            num_periods, index = divmod(position, len(ticks))
+            use = base + num_periods * self.period + ticks[index]
+            if self._is_used(use):
+                return use
         return NEVER
 
     def used_at(self, tick: int) -> Sequence[Access]:
         """Return the accesses at a tick. The returned objects have ticks within the first period."""
         if not self._is_used(tick):
             return ()
-        local = tick if self.period is None else tick % self.period
-        return self.accesses[bisect_right(self._ticks, local - 1) : bisect_right(self._ticks, local)]
+        offset = tick if self.period is None else tick % self.period
+        return self.accesses[bisect_right(self._ticks, offset - 1) : bisect_right(self._ticks, offset)]
 
-    def walk(self, now: int) -> Iterator[tuple[int, Access]]:
-        """Yield (tick, access) pairs later than ``now`` in deadline order, for at most one period.
+    def walk(self, tick: int) -> Iterator[tuple[int, Access]]:
+        """Yield (tick, access) pairs later than ``tick`` in deadline order, for at most one period.
 
         The walk creates no objects: each access keeps its tick within the first period.
         """
-        now = max(now, self.start - 1)
-        base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
-        start = bisect_right(self._ticks, local)
-        turns = [(base, range(start, len(self.accesses)))]
+        tick = max(tick, self.start - 1)
+        base, offset = (0, tick) if self.period is None else (tick - tick % self.period, tick % self.period)
+        start = bisect_right(self._ticks, offset)
+        spans = [(base, range(start, len(self.accesses)))]
         if self.period is not None:
-            turns.append((base + self.period, range(start)))
-        is_plain = not self.deferred and self.end is None  # Every tick is used, and all ticks are later than the start.
-        for first, places in turns:
-            for place in places:
-                access = self.accesses[place]
-                tick = first + access.tick
-                if is_plain or self._is_used(tick):
-                    yield tick, access
+            spans.append((base + self.period, range(start)))
+        all_used = not self.deferred and self.end is None  # Every tick is used, and all ticks are later than the start.
+        for span_start, indices in spans:
+            for index in indices:
+                access = self.accesses[index]
+                access_tick = span_start + access.tick
+                if all_used or self._is_used(access_tick):
+                    yield access_tick, access
 
     def _is_used(self, tick: int) -> bool:
         """Return whether the tick is between the start and the end, with deferred ticks shifted by one period."""
-        late_by = 0 if self.period is None or tick % self.period not in self.deferred else self.period
-        return self.start <= tick - late_by and (self.end is None or tick - late_by < self.end)
+        delay = 0 if self.period is None or tick % self.period not in self.deferred else self.period
+        return self.start <= tick - delay and (self.end is None or tick - delay < self.end)
 
 
 @dataclass

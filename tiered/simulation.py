@@ -144,23 +144,23 @@ class SimulatedChannel:
         self.num_submitted += 1
         self._begin()
 
-    def _push(self, link: SimulatedLink, transfer: Transfer, left_bytes: int, number: int) -> None:
-        heapq.heappush(self._waiting, (link.priority, number, link, transfer, left_bytes))
+    def _push(self, link: SimulatedLink, transfer: Transfer, remaining_bytes: int, sequence_number: int) -> None:
+        heapq.heappush(self._waiting, (link.priority, sequence_number, link, transfer, remaining_bytes))
 
     def _begin(self) -> None:
         if self._is_busy or not self._waiting:
             return
-        _, number, link, transfer, left_bytes = heapq.heappop(self._waiting)
-        part = min(left_bytes, PART_BYTES)
+        _, sequence_number, link, transfer, remaining_bytes = heapq.heappop(self._waiting)
+        part_bytes = min(remaining_bytes, PART_BYTES)
         self._is_busy = True
-        self.busy_s += part / self._rate
-        end = lambda: self._end(link, transfer, left_bytes - part, number)  # noqa: E731
-        self._clock.at(self._clock.now_s + part / self._rate, end)
+        self.busy_s += part_bytes / self._rate
+        on_end = lambda: self._end(link, transfer, remaining_bytes - part_bytes, sequence_number)  # noqa: E731
+        self._clock.at(self._clock.now_s + part_bytes / self._rate, on_end)
 
-    def _end(self, link: SimulatedLink, transfer: Transfer, left_bytes: int, number: int) -> None:
+    def _end(self, link: SimulatedLink, transfer: Transfer, remaining_bytes: int, sequence_number: int) -> None:
         self._is_busy = False
-        if left_bytes:
-            self._push(link, transfer, left_bytes, number)
+        if remaining_bytes:
+            self._push(link, transfer, remaining_bytes, sequence_number)
             self._begin()
             return
         self._begin()

@@ -55,8 +55,7 @@ class TieredStore(BlockMapping):
             tier uses this drive.
         on_notice: called with a sentence for the user, on any thread. By default, the sentence is logged as a warning.
         max_inflight_bytes: maximum bytes that prefetches move at the same time.
-        on_event: called for every movement and stall with the store's lock held. The function must be quick and must
-            not call the store.
+        on_event: called for every movement and stall with the store's lock held. Must be fast and not call the store.
         clock: virtual time, for simulated tiers and links.
 
     Raises:
@@ -98,9 +97,9 @@ class TieredStore(BlockMapping):
         self._blocks = self._movement.blocks
         self._leasing = Leasing(self._movement)
         notice = on_notice or logging.getLogger(__name__).warning
-        full = FullDrives(on_full, notice)
+        full_drives = FullDrives(on_full, notice)
         self._named_access = NamedAccess(self._movement, self._leasing)
-        self._generations = Generations(self._movement, self._leasing, path, keep_generations, full, notice)
+        self._generations = Generations(self._movement, self._leasing, path, keep_generations, full_drives, notice)
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
@@ -149,20 +148,20 @@ class TieredStore(BlockMapping):
         """Number of newest generations that a commit keeps, in addition to those that ``keep_also`` names."""
         return self._generations.num_kept
 
-    def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
+    def keep_also(self, get_generations: Callable[[], Collection[int]] | None) -> None:
         """Make commits also keep the generations that ``named()`` returns, for example for other checkpoints.
 
-        Every commit calls ``named`` on its thread. The kept bytes do not count toward a file tier's capacity.
+        Every commit calls ``get_generations`` on its thread. The kept bytes do not count toward a file tier's capacity.
         """
-        self._generations.keep_also = named
+        self._generations.keep_also = get_generations
 
-    def keep_only(self, named: Callable[[], Collection[int]]) -> None:
+    def keep_only(self, get_generations: Callable[[], Collection[int]]) -> None:
         """Make commits keep only the new generation and the generations that ``named()`` returns.
 
         Use it for checkpoints across several stores, where only the caller knows which generations belong together.
-        Every commit calls ``named`` on its thread.
+        Every commit calls ``get_generations`` on its thread.
         """
-        self._generations.keep_also = named
+        self._generations.keep_also = get_generations
         self._generations.num_kept = 0
 
     def tiers_between(self, src: str, dst: str) -> Sequence[str]:
@@ -194,11 +193,11 @@ class TieredStore(BlockMapping):
             tier = self._leasing.tier(home)
             if durable and home in self._movement.read_only_tiers:
                 raise ValueError(f"block '{key}': commits exclude the read-only tier '{home}'; set durable=False")
-            addressable = (name for name, each in self._movement.tiers.items() if each.device is not None)
-            far = next((name for name in addressable if self._movement.routes.is_far(name, home)), None)
-            if far is not None and home not in self._movement.read_only_tiers:
+            names = [tier.name for tier in self._movement.tiers.values() if tier.device is not None]
+            src = next((name for name in names if self._movement.routes.is_far(name, home)), None)
+            if src is not None and home not in self._movement.read_only_tiers:
                 raise ValueError(
-                    f"block '{key}': a copy from tier '{far}' would pass two tiers on its way to '{home}': omit one"
+                    f"block '{key}': a copy from tier '{src}' would pass two tiers on its way to '{home}': omit one"
                 )
             block = Block(spec)
             slot = self._leasing.home_slot_locked(block, tier)
@@ -235,8 +234,8 @@ class TieredStore(BlockMapping):
                 assert block.home.slot is not None
                 for copy in block.copies.values():
                     if copy.pins and not copy.is_home:
-                        need = self._movement.tiers[copy.tier].slot_bytes(block.spec.nbytes)
-                        self._movement.occupancy.add_pinned(copy.tier, need, -1)
+                        slot_bytes = self._movement.tiers[copy.tier].slot_bytes(block.spec.nbytes)
+                        self._movement.occupancy.add_pinned(copy.tier, slot_bytes, -1)
                 self._movement.occupancy.home_bytes[block.spec.home] -= block.home.slot_bytes
                 self._movement.tiers[block.spec.home].free(block.home.slot)
             self._changed.notify_all()
@@ -413,10 +412,10 @@ class TieredStore(BlockMapping):
     def wait_idle(self) -> None:
         """Wait until all transfers have ended. Retries failed write-backs once, then raises ``TransferError``."""
         with self._changed:
-            for what_next in (self._movement.retry_failed_write_backs, self._movement.raise_write_back_error):
+            for finish in (self._movement.retry_failed_write_backs, self._movement.raise_write_back_error):
                 while self._movement.is_moving():
                     self._changed.wait()
-                what_next()
+                finish()
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
         """Compare the files of blocks with their checksums, and return the number of bytes compared.
@@ -503,10 +502,10 @@ class TieredStore(BlockMapping):
         """Return the store's counters. Subtract an earlier result to get the counts since then."""
         with self._changed:
             counters, tiers, due = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
-            written: dict[str, int] = {}
+            written_bytes: dict[str, int] = {}
             for tier in tiers.values():
                 if isinstance(tier, WriteCountingTier):
-                    written.update(tier.bytes_written_by_path())
+                    written_bytes.update(tier.bytes_written_by_path())
             return StoreStats(
                 tiers={name: self._tier_stats(name) for name in tiers},
                 links={f"{link.src}->{link.dst}": link.usage() for link in self._links},
@@ -517,7 +516,7 @@ class TieredStore(BlockMapping):
                 evictions_clean=counters.evictions_clean,
                 evictions_dirty=counters.evictions_dirty,
                 schedule_misses=counters.schedule_misses,
-                written_bytes=written,
+                written_bytes=written_bytes,
                 due_bytes={f"{link.src}->{link.dst}": due.get((link.src, link.dst), 0) for link in self._links},
             )
 
@@ -536,8 +535,7 @@ class TieredStore(BlockMapping):
     def close(self) -> None:
         """Finish all transfers and any commit, then close links and tiers. Uncommitted contents are lost. Idempotent.
 
-        Emits a ``RuntimeWarning`` if a commit failed and no caller waited for the commit. Does nothing in a forked
-        child.
+        Emits a ``RuntimeWarning`` if a commit failed and no caller waited for it. Does nothing in a forked child.
         """
         if self._changed.is_in_forked_child:
             return
@@ -550,12 +548,12 @@ class TieredStore(BlockMapping):
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()
-        with ExitStack() as ends:  # Every callback runs, even if an earlier callback raises a device error.
-            ends.callback(self._generations.close)
+        with ExitStack() as stack:  # Every callback runs, even if an earlier callback raises a device error.
+            stack.callback(self._generations.close)
             for tier in reversed(list(self._movement.tiers.values())):
-                ends.callback(tier.close)
+                stack.callback(tier.close)
             for link in self._links:
-                ends.callback(link.close)
+                stack.callback(link.close)
 
     def give_up_waiting(self) -> None:
         """Make current and future writes fail if a drive is full, instead of waiting. No-op in a forked child."""

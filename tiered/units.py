@@ -96,8 +96,8 @@ def format_duration(seconds: float) -> str:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
+        return f"{minutes}m{remainder:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m"

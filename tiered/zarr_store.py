@@ -42,16 +42,16 @@ class _ZarrState:
 
 _states: WeakKeyDictionary[TieredStore, _ZarrState] = WeakKeyDictionary()
 _open_stores: WeakValueDictionary[str, TieredStore] = WeakValueDictionary()
-_registering = threading.Lock()
+_states_lock = threading.Lock()
 
 
-def _shared(store: TieredStore) -> _ZarrState:
-    with _registering:
-        shared = _states.get(store)
-        if shared is None:
-            shared = _states[store] = _ZarrState()
-            _open_stores[shared.token] = store
-        return shared
+def _find_state(store: TieredStore) -> _ZarrState:
+    with _states_lock:
+        state = _states.get(store)
+        if state is None:
+            state = _states[store] = _ZarrState()
+            _open_stores[state.token] = store
+        return state
 
 
 class ZarrStore(Store):
@@ -98,21 +98,21 @@ class ZarrStore(Store):
     ) -> None:
         super().__init__(read_only=read_only)
         names = store.tier_names
-        in_host_memory = [n for n in names if (device := store.tier(n).device) is not None and device.type == "cpu"]
-        addressable = [name for name in names if store.tier(name).device is not None]
-        if not addressable:
+        host_tiers = [n for n in names if (device := store.tier(n).device) is not None and device.type == "cpu"]
+        usable_tiers = [name for name in names if store.tier(name).device is not None]
+        if not usable_tiers:
             raise ValueError(
                 f"none of the tiers {', '.join(names)} is addressable: a ZarrStore needs a RAM or GPU tier"
             )
         self._store = store
         self._prefix = prefix
         self._home = store._named_access.default_home() if home is None else store.tier(home).name
-        self._tier = (in_host_memory or addressable)[-1] if tier is None else store.tier(tier).name
-        if self._tier not in addressable:
-            raise ValueError(f"tier '{self._tier}' is not addressable: read through one of {', '.join(addressable)}")
+        self._tier = (host_tiers or usable_tiers)[-1] if tier is None else store.tier(tier).name
+        if self._tier not in usable_tiers:
+            raise ValueError(f"tier '{self._tier}' is not addressable: read through one of {', '.join(usable_tiers)}")
         self._durable = durable
         self._timeout_s = timeout_s
-        self._shared = _shared(store)
+        self._state = _find_state(store)
 
     def _arguments(self) -> dict[str, Any]:
         return {
@@ -143,7 +143,7 @@ class ZarrStore(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a reference to the open TieredStore, which only this process can resolve."""
-        return _from_living, (type(self), self._shared.token, self._arguments(), self.read_only)
+        return _unpickle, (type(self), self._state.token, self._arguments(), self.read_only)
 
     # -- keys --------------------------------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class ZarrStore(Store):
         return "/".join(_unescape(segment[:-2]) for segment in segments)
 
     def _keys(self) -> list[str]:
-        found = ((self._zarr_key(spec.key), spec.key) for spec in self._store.blocks())
-        return list(dict.fromkeys(key for key, block in found if key is not None and self._has_value(block)))
+        pairs = ((self._zarr_key(spec.key), spec.key) for spec in self._store.blocks())
+        return list(dict.fromkeys(key for key, block in pairs if key is not None and self._has_value(block)))
 
     def _has_value(self, block_key: str) -> bool:
         """Return whether the block exists and has contents. It has none between ``register`` and the first write."""
@@ -176,7 +176,7 @@ class ZarrStore(Store):
         except BlockNotFoundError:
             return False
 
-    def _block_of(self, key: str) -> str | None:
+    def _find_block(self, key: str) -> str | None:
         """Return the key of the block that holds a value, or None if the value does not exist."""
         holders = [block_key for block_key in self.block_keys(key) if self._has_value(block_key)]
         if len(holders) < 2:
@@ -188,9 +188,9 @@ class ZarrStore(Store):
     # -- values ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
+    def _lock_key(self, key: str) -> Iterator[None]:
         """Prevent other threads from replacing this value inside the ``with`` block."""
-        lock = self._shared.lock(self.block_keys(key)[0])
+        lock = self._state.lock(self.block_keys(key)[0])
         if not lock.acquire(timeout=self._timeout_s):
             raise TimeoutError(f"'{key}' was in use for {self._timeout_s:g} s")
         try:
@@ -204,8 +204,8 @@ class ZarrStore(Store):
         """Return a copy of a value or of a range of its bytes, or None if no such value exists. Blocks the caller."""
         prototype = prototype or default_buffer_prototype()
         self._is_open = True
-        with self._locked(key):
-            block_key = self._block_of(key)
+        with self._lock_key(key):
+            block_key = self._find_block(key)
             if block_key is None:
                 return None
             with self._store.acquire(block_key, self._tier, "r", timeout_s=self._timeout_s) as lease:
@@ -214,8 +214,8 @@ class ZarrStore(Store):
                     # The lease and the caller's kernels use the current stream, so the clone is ordered.
                     return prototype.buffer.from_array_like(part.clone())
                 # `cpu()` returns the same tensor for host memory, so clone it to outlive the lease.
-                copied = part.clone() if part.device.type == "cpu" else part.cpu()
-        return prototype.buffer.from_buffer(cpu.Buffer.from_array_like(copied.numpy()))
+                copy = part.clone() if part.device.type == "cpu" else part.cpu()
+        return prototype.buffer.from_buffer(cpu.Buffer.from_array_like(copy.numpy()))
 
     def set_sync(self, key: str, value: Buffer) -> None:
         """Store a value, replacing any old value. Blocks the caller."""
@@ -223,24 +223,24 @@ class ZarrStore(Store):
         self._is_open = True
         if not isinstance(value, Buffer):
             raise TypeError(f"a value must be a zarr Buffer, not {type(value).__name__}")
-        with self._locked(key):
+        with self._lock_key(key):
             self._put(key, value)
 
     def _put(self, key: str, value: Buffer) -> None:
-        current = self._block_of(key)
-        if current is not None and self._store.spec(current).nbytes == len(value):
-            self._write(current, value)
+        current_key = self._find_block(key)
+        if current_key is not None and self._store.spec(current_key).nbytes == len(value):
+            self._write(current_key, value)
             return
-        new = next(block_key for block_key in self.block_keys(key) if block_key != current)
-        self._forget(new)  # The block exists if a commit interrupted an earlier replacement.
-        self._store.register(new, (len(value),), torch.uint8, home=self._home, durable=self._durable)
+        new_key = next(block_key for block_key in self.block_keys(key) if block_key != current_key)
+        self._forget(new_key)  # The block exists if a commit interrupted an earlier replacement.
+        self._store.register(new_key, (len(value),), torch.uint8, home=self._home, durable=self._durable)
         try:
-            self._write(new, value)
+            self._write(new_key, value)
         except BaseException:
-            self._forget(new)
+            self._forget(new_key)
             raise
-        if current is not None:
-            self._forget(current)
+        if current_key is not None:
+            self._forget(current_key)
 
     def _write(self, block_key: str, value: Buffer) -> None:
         with self._store.acquire(block_key, self._tier, "w", timeout_s=self._timeout_s) as lease:
@@ -257,7 +257,7 @@ class ZarrStore(Store):
         """Remove a value if it exists. Blocks the caller."""
         self._check_writable()
         self._is_open = True
-        with self._locked(key):
+        with self._lock_key(key):
             for block_key in self.block_keys(key):
                 self._forget(block_key)
 
@@ -277,7 +277,7 @@ class ZarrStore(Store):
 
     async def exists(self, key: str) -> bool:
         """See ``zarr.abc.store.Store``."""
-        return self._block_of(key) is not None
+        return self._find_block(key) is not None
 
     async def set(self, key: str, value: Buffer) -> None:
         """See ``zarr.abc.store.Store``."""
@@ -288,8 +288,8 @@ class ZarrStore(Store):
         self._check_writable()
 
         def put() -> None:
-            with self._locked(key):
-                if self._block_of(key) is None:
+            with self._lock_key(key):
+                if self._find_block(key) is None:
                     self._put(key, value)
 
         await asyncio.to_thread(put)
@@ -300,7 +300,7 @@ class ZarrStore(Store):
 
     async def getsize(self, key: str) -> int:
         """Return the size of a value in bytes without reading the value; see ``zarr.abc.store.Store``."""
-        block_key = self._block_of(key)
+        block_key = self._find_block(key)
         if block_key is None:
             raise FileNotFoundError(key)
         return self._store.spec(block_key).nbytes
@@ -324,7 +324,7 @@ class ZarrStore(Store):
             yield name
 
 
-def _from_living(kind: type[ZarrStore], token: str, arguments: dict[str, Any], read_only: bool) -> ZarrStore:
+def _unpickle(kind: type[ZarrStore], token: str, arguments: dict[str, Any], read_only: bool) -> ZarrStore:
     store = _open_stores.get(token)
     if store is None:
         raise TieredError(
@@ -336,7 +336,7 @@ def _from_living(kind: type[ZarrStore], token: str, arguments: dict[str, Any], r
 
 def _escape(segment: str) -> str:
     """Encode a segment with characters that block keys allow. ``_unescape`` reverses this."""
-    return _ESCAPED.sub(lambda found: "".join(f"_{byte:02X}" for byte in found[0].encode()), segment)
+    return _ESCAPED.sub(lambda match: "".join(f"_{byte:02X}" for byte in match[0].encode()), segment)
 
 
 def _unescape(segment: str) -> str:

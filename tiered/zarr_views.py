@@ -49,8 +49,8 @@ class BlockView:
         """Return the bytes of one chunk. The last chunk is padded with zeros, because zarr stores full edge chunks."""
         chunk_bytes = math.prod(self.chunk_shape) * self.spec.dtype.itemsize
         start = indices[0] * chunk_bytes if indices else 0
-        found = self.read(start, min(start + chunk_bytes, self.spec.nbytes))
-        return torch.nn.functional.pad(found, (0, chunk_bytes - found.numel()))
+        data = self.read(start, min(start + chunk_bytes, self.spec.nbytes))
+        return torch.nn.functional.pad(data, (0, chunk_bytes - data.numel()))
 
 
 class _GenerationStore(Store):
@@ -78,7 +78,7 @@ class _GenerationStore(Store):
     def __repr__(self) -> str:
         return f"<{len(self._views)} blocks of a committed generation>"
 
-    def _chunk_of(self, key: str) -> tuple[BlockView, tuple[int, ...]] | None:
+    def _find_chunk(self, key: str) -> tuple[BlockView, tuple[int, ...]] | None:
         name, _, chunk = key.rpartition("/c/") if "/c/" in key else (key.removesuffix("/c"), "", "")
         view = self._views.get(name)
         if view is None or view.spec.nbytes == 0 or not key.startswith(f"{name}/c"):
@@ -92,20 +92,20 @@ class _GenerationStore(Store):
         if not shape:
             return [()]
         num_chunks = math.ceil(shape[0] / view.chunk_shape[0]) if view.spec.nbytes else 0
-        return [(number, *(0 for _ in shape[1:])) for number in range(num_chunks)]
+        return [(index, *(0 for _ in shape[1:])) for index in range(num_chunks)]
 
     def _value(self, key: str) -> torch.Tensor | bytes | None:
         if key in self._documents:
             return json.dumps(self._documents[key]).encode()
-        found = self._chunk_of(key)
-        return None if found is None else found[0].chunk(found[1])
+        location = self._find_chunk(key)
+        return None if location is None else location[0].chunk(location[1])
 
     def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         value = self._value(key)
         if value is None:
             return None
-        whole = cpu.Buffer.from_bytes(value) if isinstance(value, bytes) else cpu.Buffer.from_array_like(value.numpy())
-        return prototype.buffer.from_buffer(whole[range_of(len(whole), byte_range)])
+        buffer = cpu.Buffer.from_bytes(value) if isinstance(value, bytes) else cpu.Buffer.from_array_like(value.numpy())
+        return prototype.buffer.from_buffer(buffer[range_of(len(buffer), byte_range)])
 
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
@@ -118,7 +118,7 @@ class _GenerationStore(Store):
         return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        return key in self._documents or self._chunk_of(key) is not None
+        return key in self._documents or self._find_chunk(key) is not None
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()

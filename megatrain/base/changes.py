@@ -25,8 +25,8 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        before, now = ("not set" if value is None else format_value(value) for value in (self.before, self.now))
-        return f"{self.key}: {before} -> {now}"
+        old, new = ("not set" if value is None else format_value(value) for value in (self.before, self.now))
+        return f"{self.key}: {old} -> {new}"
 
 
 @dataclass(frozen=True, slots=True)

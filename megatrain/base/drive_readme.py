@@ -48,12 +48,12 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
             stores.append(Path(owner.path))
     runs = dict.fromkeys(store.parent if store.name == CHECKPOINTS_NAME else store for store in stores)
     text = _TEXT.format(runs="\n".join(f"  {run}" for run in runs), folder=drive)
-    path, temporary = drive / README_NAME, drive / f".{README_NAME}.tmp"
+    path, temporary_path = drive / README_NAME, drive / f".{README_NAME}.tmp"
     with contextlib.suppress(OSError):  # if the drive is full, the run's other writes report it
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
             return
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            temporary_path.write_text(text, encoding="utf-8")
+            os.replace(temporary_path, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)

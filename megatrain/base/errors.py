@@ -40,8 +40,8 @@ class Problem:
     line: int | None = None
 
     def __str__(self) -> str:
-        place = f"line {self.line}: " if self.line is not None else ""
-        return f"{place}{self.message}" + (f". {self.remedy}" if self.remedy else "")
+        location = f"line {self.line}: " if self.line is not None else ""
+        return f"{location}{self.message}" + (f". {self.remedy}" if self.remedy else "")
 
 
 class ConfigError(Exception):
@@ -59,8 +59,8 @@ class ConfigError(Exception):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         lines = [f"{count} in {source}"]
         for problem in self.problems:
-            elsewhere = f"{problem.where}, " if problem.where and problem.where != source else ""
-            lines.append(f"  {elsewhere}{problem}")
+            source_text = f"{problem.where}, " if problem.where and problem.where != source else ""
+            lines.append(f"  {source_text}{problem}")
         super().__init__("\n".join(lines))
 
 

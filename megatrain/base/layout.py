@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNMENT_ELEMENTS",
     "MAX_PARTS",
-    "SplitTensor",
     "PART_ALIGNMENT_ELEMENTS",
     "PART_ELEMENTS",
     "Piece",
+    "SplitTensor",
     "TensorEntry",
     "UnitLayout",
     "build_layout",
     "build_layouts",
     "entries_within",
-    "split_into_parts",
     "pieces",
+    "split_into_parts",
     "views",
     "views_of_parts",
 ]
@@ -54,14 +54,14 @@ class TensorEntry:
         shape: Shape of the parameter; `()` for a scalar.
         offset: Index of its first element in the block, a multiple of `ALIGNMENT_ELEMENTS`.
         part_of: The model's parameter, if this entry is only a range of its first dimension. "" for a whole parameter.
-        first: Index of this entry's first element in the model's parameter.
+        start: Index of this entry's first element in the model's parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     part_of: str = ""
-    first: int = 0
+    start: int = 0
 
     @property
     def parameter(self) -> str:
@@ -135,10 +135,10 @@ def split_into_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
     If a model would have more than `MAX_PARTS` parts, larger parts are used, because every block takes time to plan and
     to lease.
     """
-    whole = list(layouts)
-    total = sum(layout.num_elements for layout in whole)
-    part_elements = PART_ELEMENTS * max(1, -(-total // (PART_ELEMENTS * MAX_PARTS)))
-    return [replace(layout, parts=_parts(layout, part_elements)) for layout in whole]
+    all_layouts = list(layouts)
+    num_elements = sum(layout.num_elements for layout in all_layouts)
+    part_elements = PART_ELEMENTS * max(1, -(-num_elements // (PART_ELEMENTS * MAX_PARTS)))
+    return [replace(layout, parts=_parts(layout, part_elements)) for layout in all_layouts]
 
 
 def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
@@ -158,8 +158,8 @@ def _part_end(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
     """
     for end in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
         entry = next(entry for entry in reversed(entries) if entry.offset <= end)
-        inside = end - entry.offset
-        if inside >= entry.numel or not entry.shape or inside % entry.shape[-1] == 0:
+        offset = end - entry.offset
+        if offset >= entry.numel or not entry.shape or offset % entry.shape[-1] == 0:
             return end
     return limit
 
@@ -181,11 +181,11 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
         kind = (parameter.requires_grad, parameter.dtype if by_dtype else None)
         kinds.setdefault(kind, []).append((name, parameter.shape))
     layouts = []
-    ordered = sorted(kinds, key=lambda kind: not kind[0])
-    for trains, dtype in ordered:
-        other_dtype = "" if dtype == ordered[0][1] else f".{str(dtype).removeprefix('torch.')}"
-        frozen_part = ".frozen" if ordered[0][0] and not trains else ""
-        layouts.append(build_layout(f"{path}{other_dtype}{frozen_part}", kinds[trains, dtype], trains))
+    sorted_kinds = sorted(kinds, key=lambda kind: not kind[0])
+    for is_trained, dtype in sorted_kinds:
+        dtype_suffix = "" if dtype == sorted_kinds[0][1] else f".{str(dtype).removeprefix('torch.')}"
+        frozen_suffix = ".frozen" if sorted_kinds[0][0] and not is_trained else ""
+        layouts.append(build_layout(f"{path}{dtype_suffix}{frozen_suffix}", kinds[is_trained, dtype], is_trained))
     return layouts
 
 
@@ -197,9 +197,9 @@ def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[
         start: First element of the range.
     """
     for entry in layout.entries:
-        first, last = max(entry.offset, start), min(entry.offset + entry.numel, stop)
-        if first < last:
-            yield entry, first - entry.offset, last - entry.offset
+        begin, end = max(entry.offset, start), min(entry.offset + entry.numel, stop)
+        if begin < end:
+            yield entry, begin - entry.offset, end - entry.offset
 
 
 def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
@@ -223,20 +223,20 @@ class Piece:
     Attributes:
         start: Index of the first element in the part's block.
         rows: Indexes along the parameter's first dimension. A scalar has one row.
-        inside: Range of elements in a single row. None for whole rows.
+        columns: Range of elements in a single row. None for whole rows.
     """
 
     part: int
     start: int
     rows: range
-    inside: range | None
+    columns: range | None
     shape: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor with the parameter's shape. The result is a view if the row is contiguous."""
-        if self.inside is not None:
+        if self.columns is not None:
             row = tensor[self.rows.start] if tensor.dim() else tensor
-            return row.reshape(-1)[self.inside.start : self.inside.stop]
+            return row.reshape(-1)[self.columns.start : self.columns.stop]
         return tensor[self.rows.start : self.rows.stop] if tensor.dim() else tensor
 
     def view(self, block: Tensor) -> Tensor:
@@ -247,44 +247,44 @@ class Piece:
 def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
     """Yield the pieces into which the parts divide a parameter, in order."""
     row_elements = entry.numel // entry.shape[0] if entry.shape and entry.shape[0] else entry.numel
-    for number, part in enumerate(parts):
+    for part_index, part in enumerate(parts):
         start, stop = max(part.start, entry.offset), min(part.stop, entry.offset + entry.numel)
         if start >= stop:
             continue
-        at, end = start - entry.offset, stop - entry.offset
-        while at < end:
-            row, rest = divmod(at, row_elements)
-            size = min(end - at, row_elements - rest)
-            inside: range | None = None
+        position, end = start - entry.offset, stop - entry.offset
+        while position < end:
+            row, column = divmod(position, row_elements)
+            size = min(end - position, row_elements - column)
+            columns: range | None = None
             if size == row_elements:
                 rows = range(row, end // row_elements)
                 size = len(rows) * row_elements
                 shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
             else:
-                rows, inside, shape = range(row, row + 1), range(rest, rest + size), (size,)
-            yield Piece(number, entry.offset + at - part.start, rows, inside, shape)
-            at += size
+                rows, columns, shape = range(row, row + 1), range(column, column + size), (size,)
+            yield Piece(part_index, entry.offset + position - part.start, rows, columns, shape)
+            position += size
 
 
 class SplitTensor:
     """A parameter's tensor, split over several blocks.
 
     Args:
-        places: The parameter's pieces, each with the view of its block.
+        piece_views: The parameter's pieces, each with the view of its block.
     """
 
-    def __init__(self, places: Sequence[tuple[Piece, Tensor]]) -> None:
-        self.places = places
+    def __init__(self, piece_views: Sequence[tuple[Piece, Tensor]]) -> None:
+        self.piece_views = piece_views
 
     def copy_(self, tensor: Tensor) -> None:
         """Copy a tensor with the parameter's shape into the blocks."""
-        for piece, place in self.places:
-            place.copy_(piece.of(tensor))
+        for piece, view in self.piece_views:
+            view.copy_(piece.of(tensor))
 
     def add_(self, tensor: Tensor) -> None:
         """Add a tensor with the parameter's shape to the blocks."""
-        for piece, place in self.places:
-            place.add_(piece.of(tensor))
+        for piece, view in self.piece_views:
+            view.add_(piece.of(tensor))
 
 
 def pieces_of_parts(parts: Sequence[range], layout: UnitLayout) -> Sequence[Sequence[Piece]]:
@@ -303,12 +303,12 @@ def views_of_pieces(
     """
     if len(blocks) == 1:
         return dict(views(blocks[0], layout))
-    found: dict[str, Tensor | SplitTensor] = {}
-    for entry, own in zip(layout.entries, parameter_pieces, strict=True):
-        places = [(piece, piece.view(blocks[piece.part])) for piece in own]
-        is_whole = len(places) == 1 and places[0][1].shape == entry.shape
-        found[entry.name] = places[0][1] if is_whole else SplitTensor(places)
-    return found
+    tensors: dict[str, Tensor | SplitTensor] = {}
+    for entry, entry_pieces in zip(layout.entries, parameter_pieces, strict=True):
+        piece_views = [(piece, piece.view(blocks[piece.part])) for piece in entry_pieces]
+        is_whole = len(piece_views) == 1 and piece_views[0][1].shape == entry.shape
+        tensors[entry.name] = piece_views[0][1] if is_whole else SplitTensor(piece_views)
+    return tensors
 
 
 def views_of_parts(

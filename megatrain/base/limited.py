@@ -85,8 +85,8 @@ def _run_child(function: Callable[[], Any], write_fd: int) -> None:
     code = 1
     try:
         gc.disable()  # the child must not run destructors of the parent's objects
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
+            signal.signal(signal_number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
         # The kernel sends SIGXCPU at the soft limit, and SIGKILL at the hard limit. SIGKILL can also have other causes.
         _limit(resource.RLIMIT_CPU, MAX_CPU_S, hard=MAX_CPU_S + 1)
@@ -104,12 +104,12 @@ def _run_child(function: Callable[[], Any], write_fd: int) -> None:
         os._exit(code)
 
 
-def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+def _limit(resource_id: int, soft: int, hard: int | None = None) -> None:
     """Set a resource limit on this process, unless the current limit is stricter."""
-    _, current = resource.getrlimit(kind)
+    _, current_hard = resource.getrlimit(resource_id)
     hard = soft if hard is None else hard
-    hard = hard if current == resource.RLIM_INFINITY else min(hard, current)
-    resource.setrlimit(kind, (min(soft, hard), hard))
+    hard = hard if current_hard == resource.RLIM_INFINITY else min(hard, current_hard)
+    resource.setrlimit(resource_id, (min(soft, hard), hard))
 
 
 def _limit_memory() -> None:
@@ -121,7 +121,7 @@ def _read_all(read_fd: int) -> bytes | None:
     """Return everything that the child writes until it ends, or None if it does not end in time."""
     end_s = time.monotonic() + _WALL_S
     parts: list[bytes] = []
-    while (left_s := end_s - time.monotonic()) > 0 and select.select([read_fd], [], [], left_s)[0]:
+    while (remaining_s := end_s - time.monotonic()) > 0 and select.select([read_fd], [], [], remaining_s)[0]:
         part = os.read(read_fd, 1 << 16)
         if not part:
             return b"".join(parts)

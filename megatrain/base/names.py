@@ -17,7 +17,7 @@ __all__ = [
     "RANKS_NAME",
     "RESOLVED_NAME",
     "SINGLE_FILE",
-    "run_of_final",
+    "find_source_run",
     "trained_model",
 ]
 
@@ -47,12 +47,12 @@ ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
 def trained_model(folder: Path) -> Path:
     """Return the folder of the trained model if ``folder`` is a run's folder, else return ``folder`` unchanged."""
     final = folder / FINAL_NAME
-    has_own, has_final = (any((each / name).is_file() for name in _MODEL_FILES) for each in (folder, final))
-    return final if has_final and not has_own else folder
+    has_model, has_final = (any((path / name).is_file() for name in _MODEL_FILES) for path in (folder, final))
+    return final if has_final and not has_model else folder
 
 
-def run_of_final(folder: Path) -> Path | None:
+def find_source_run(folder: Path) -> Path | None:
     """Return the folder of the run that wrote its trained model to ``folder``, or None."""
     folder = folder.absolute()
-    is_of_run = folder.name == FINAL_NAME and (folder.parent / CHECKPOINTS_NAME).is_dir()
-    return folder.parent if is_of_run else None
+    is_final = folder.name == FINAL_NAME and (folder.parent / CHECKPOINTS_NAME).is_dir()
+    return folder.parent if is_final else None

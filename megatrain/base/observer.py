@@ -21,7 +21,7 @@ class StoredRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. Non-finite floats become text, because strict JSON has no NaN."""
-        return {each.name: _to_json_value(getattr(self, each.name)) for each in fields(self)}
+        return {item.name: _to_json_value(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -31,18 +31,18 @@ class StoredRecord:
             TypeError: A field is missing or has the wrong type.
             ValueError: A text is not a number.
         """
-        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        read = {each.name: _READERS[str(each.type)] for each in fields(cls) if str(each.type) in _READERS}
-        return cls(**{name: read[name](value) if name in read else value for name, value in known.items()})
+        arguments = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        parsers = {item.name: _PARSERS[str(item.type)] for item in fields(cls) if str(item.type) in _PARSERS}
+        return cls(**{name: parsers[name](value) if name in parsers else value for name, value in arguments.items()})
 
 
 def _to_json_value(value: Any) -> Any:
     if isinstance(value, StoredRecord):
         return value.to_json()
     if isinstance(value, Mapping):
-        return {name: _to_json_value(each) for name, each in value.items()}
+        return {name: _to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json_value(each) for each in value]
+        return [_to_json_value(item) for item in value]
     is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
     return str(value) if is_text else value
 
@@ -281,7 +281,7 @@ class RunSummary(StoredRecord):
 
 
 def _parse_samples(values: Sequence[Any]) -> tuple[Sample, ...]:
-    return tuple(Sample.from_json(each) for each in values)
+    return tuple(Sample.from_json(value) for value in values)
 
 
 def _parse_metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
@@ -289,7 +289,7 @@ def _parse_metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
 
 
 #: Functions that convert JSON values, by the annotation of the field.
-_READERS: dict[str, Callable[[Any], Any]] = {
+_PARSERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "float": float,
     "str": str,
@@ -350,9 +350,9 @@ for _name in [name for name in vars(RunObserver) if name.startswith("on_")]:
 def format_checkpoint(metrics: CheckpointMetrics) -> str:
     """Return the console line for a checkpoint."""
     parts = {"written": metrics.written_bytes, "linked": metrics.linked_bytes}
-    how = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
-    how = f" ({how})" if metrics.linked_bytes else ""
-    line = f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)}{how} in {metrics.seconds:.1f} s"
+    note = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
+    note = f" ({note})" if metrics.linked_bytes else ""
+    line = f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)}{note} in {metrics.seconds:.1f} s"
     return line + (f", training waited {metrics.stall_s:.1f} s" if metrics.stall_s >= _MIN_SHOWN_STALL_S else "")
 
 
@@ -367,9 +367,9 @@ def format_evaluation(metrics: EvaluationMetrics) -> str:
 def format_samples(samples: Sequence[Sample]) -> list[str]:
     """Return a console line per sample: the end of the prompt, and the beginnings of continuation and reference."""
     return [
-        f"      ...{_on_one_line(each.prompt)[-_MAX_CHARS:]} >> {_on_one_line(each.generated)[:_MAX_CHARS]} "
-        f"(reference: {_on_one_line(each.reference)[:_MAX_CHARS]})"
-        for each in samples
+        f"      ...{_join_lines(sample.prompt)[-_MAX_CHARS:]} >> {_join_lines(sample.generated)[:_MAX_CHARS]} "
+        f"(reference: {_join_lines(sample.reference)[:_MAX_CHARS]})"
+        for sample in samples
     ]
 
 
@@ -378,7 +378,7 @@ _MAX_CHARS = 60
 _MIN_SHOWN_STALL_S = 0.05
 
 
-def _on_one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
@@ -393,15 +393,15 @@ def format_step(metrics: StepMetrics) -> str:
         f"lr {format_lr(metrics)}",
         f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})",
     ]
-    used = {tier: nbytes for tier, nbytes in metrics.tier_used_bytes.items() if nbytes}
+    used_bytes = {tier: nbytes for tier, nbytes in metrics.tier_used_bytes.items() if nbytes}
     parts += [
-        part for part in (format_tiers(used, metrics.tier_capacity_bytes), format_stalls(metrics.stall_s)) if part
+        part for part in (format_tiers(used_bytes, metrics.tier_capacity_bytes), format_stalls(metrics.stall_s)) if part
     ]
     parts.append(f"eta {format_eta(metrics.eta_s)}")
     return " | ".join(parts)
 
 
-def format_preferences(figures: Mapping[str, float]) -> str:
+def format_preferences(metrics: Mapping[str, float]) -> str:
     """Return the preference metrics for a console line, or "" if there are none."""
     names = {
         "rewards/accuracies": "accuracy {:.2f}",
@@ -410,7 +410,7 @@ def format_preferences(figures: Mapping[str, float]) -> str:
         "accuracy": "accuracy {:.3f}",
         "margin": "margin {:.3f}",
     }
-    return ", ".join(text.format(figures[name]) for name, text in names.items() if name in figures)
+    return ", ".join(text.format(metrics[name]) for name, text in names.items() if name in metrics)
 
 
 def format_lr(metrics: StepMetrics) -> str:
@@ -426,34 +426,34 @@ def format_eta(seconds: float) -> str:
     return f"{seconds:.0f} s" if round(seconds) < 60 else format_duration(seconds)
 
 
-def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
+def format_tiers(used_bytes: Mapping[str, int], capacity_bytes: Mapping[str, int]) -> str:
     """Return the used bytes and the capacity of each tier, e.g. ``"ram 612.0/700.0 MiB nvme 1.4/20.0 GiB"``."""
     texts = []
-    for tier, nbytes in used.items():
-        limit = capacity.get(tier)
+    for tier, nbytes in used_bytes.items():
+        limit = capacity_bytes.get(tier)
         if limit is None:
             texts.append(f"{tier} {format_size(nbytes)}")
             continue
         unit, name = (GiB, "GiB") if limit >= GiB else (MiB, "MiB")
-        shown = "<0.1" if 0 < nbytes < unit / 20 else f"{nbytes / unit:.1f}"
-        texts.append(f"{tier} {shown}/{limit / unit:.1f} {name}")
+        amount = "<0.1" if 0 < nbytes < unit / 20 else f"{nbytes / unit:.1f}"
+        texts.append(f"{tier} {amount}/{limit / unit:.1f} {name}")
     return " ".join(texts)
 
 
-def format_rank(figures: Mapping[str, Any]) -> str:
+def format_rank(metrics: Mapping[str, Any]) -> str:
     """Return a rank's tier usage, transfers and stalls in a step, given its entry in ``StepMetrics.ranks``."""
-    moved = figures.get("link_bytes", {})
-    between = sum(nbytes for link, nbytes in moved.items() if link.endswith(("->ranks", "->hosts")))
+    link_bytes = metrics.get("link_bytes", {})
+    rank_bytes = sum(nbytes for link, nbytes in link_bytes.items() if link.endswith(("->ranks", "->hosts")))
     parts = [
-        format_tiers(figures.get("tier_used_bytes", {}), {}),
-        f"moved {format_size(int(sum(moved.values())))}, {format_size(int(between))} of it to other ranks",
-        format_stalls(figures.get("stall_s", {})),
-        f"process {format_size(int(figures.get('rss_bytes', 0)))}",
+        format_tiers(metrics.get("tier_used_bytes", {}), {}),
+        f"moved {format_size(int(sum(link_bytes.values())))}, {format_size(int(rank_bytes))} of it to other ranks",
+        format_stalls(metrics.get("stall_s", {})),
+        f"process {format_size(int(metrics.get('rss_bytes', 0)))}",
     ]
-    return "  ".join(part for part in (*parts, "waits for space on a drive" * bool(figures.get("is_paused"))) if part)
+    return "  ".join(part for part in (*parts, "waits for space on a drive" * bool(metrics.get("is_paused"))) if part)
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
     """Return the seconds waited by cause, omitting causes below 50 ms, or "" if all are omitted."""
-    seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _MIN_SHOWN_STALL_S]
-    return f"wait {' '.join(seen)}" if seen else ""
+    texts = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _MIN_SHOWN_STALL_S]
+    return f"wait {' '.join(texts)}" if texts else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatrain.base.names import LOCK_NAME
 from tiered.ext import has_open, holder_text, owner_in
 
-__all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachable", "find_owner", "send_signal"]
+__all__ = ["LockHolder", "UnreachableRunError", "check_reachable", "find_owner", "has_signal_handler", "send_signal"]
 
 
 class UnreachableRunError(Exception):
@@ -69,7 +69,7 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
     )
 
 
-def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
+def send_signal(path: Path | str, owner: LockHolder, signal_number: int) -> None:
     """Send a signal to the process that holds the lock of a run's folder.
 
     Raises:
@@ -78,14 +78,14 @@ def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
     """
     check_reachable(path, owner)
     assert owner.pid is not None
-    os.kill(owner.pid, number)
+    os.kill(owner.pid, signal_number)
 
 
-def catches_signal(pid: int, number: int) -> bool:
+def has_signal_handler(pid: int, signal_number: int) -> bool:
     """Return whether a process on this machine handles a signal. Most unhandled signals would end the process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
-    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
+    return match is not None and bool(int(match[1], 16) >> (signal_number - 1) & 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MASTER_ELEMENTS", "decode", "encode", "high_half"]
+__all__ = ["MASTER_ELEMENTS", "decode", "encode", "encode_high_half"]
 
 #: Number of fp32 weights that are in memory at a time while blocks are filled (64 MiB).
 MASTER_ELEMENTS = 16 << 20
@@ -34,32 +34,32 @@ def _require(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int) -
     assert tensor.numel() == num_elements, (name, tensor.numel(), num_elements)
 
 
-def encode(master: Tensor, high: Tensor, low: Tensor) -> None:
+def encode(master: Tensor, high_half: Tensor, low_half: Tensor) -> None:
     """Split fp32 masters into their two halves.
 
     Args:
         master: 1-D contiguous fp32, any device; unchanged.
-        high: 1-D contiguous bf16 of the same length and device; written.
-        low: 1-D contiguous int16 of the same length and device; written.
+        high_half: 1-D contiguous bf16 of the same length and device; written.
+        low_half: 1-D contiguous int16 of the same length and device; written.
     """
-    high_half(master, high)
-    _require("low", low, torch.int16, master.numel())
+    encode_high_half(master, high_half)
+    _require("low", low_half, torch.int16, master.numel())
     bits = master.view(torch.int32)
     for start in range(0, master.numel(), _CONVERT_ELEMENTS):
         part = slice(start, start + _CONVERT_ELEMENTS)
-        low[part] = bits[part]  # the conversion keeps the low 16 bits
+        low_half[part] = bits[part]  # the conversion keeps the low 16 bits
 
 
-def high_half(master: Tensor, high: Tensor) -> None:
+def encode_high_half(master: Tensor, high_half: Tensor) -> None:
     """Write only the high half, the bf16 weight used for computing in every placement.
 
     Args:
         master: 1-D contiguous fp32, any device; unchanged.
-        high: 1-D contiguous bf16 of the same length and device; written.
+        high_half: 1-D contiguous bf16 of the same length and device; written.
     """
     _require("master", master, torch.float32, master.numel())
-    _require("high", high, torch.bfloat16, master.numel())
-    bits, high_bits = master.view(torch.int32), high.view(torch.int16)
+    _require("high", high_half, torch.bfloat16, master.numel())
+    bits, high_bits = master.view(torch.int32), high_half.view(torch.int16)
     # On a device, the caller's pieces are small, and one kernel launch per 256 Ki elements would dominate the time.
     step = _CONVERT_ELEMENTS if master.device.type == "cpu" else max(1, master.numel())
     for start in range(0, master.numel(), step):
@@ -67,18 +67,18 @@ def high_half(master: Tensor, high: Tensor) -> None:
         high_bits[part] = (bits[part] + 0x8000).bitwise_right_shift_(16)
 
 
-def decode(high: Tensor, low: Tensor, master: Tensor) -> None:
+def decode(high_half: Tensor, low_half: Tensor, master: Tensor) -> None:
     """Join two halves into the original fp32 masters, bit for bit.
 
     Args:
-        high: 1-D contiguous bf16, any device; unchanged.
-        low: 1-D contiguous int16 of the same length and device; unchanged.
+        high_half: 1-D contiguous bf16, any device; unchanged.
+        low_half: 1-D contiguous int16 of the same length and device; unchanged.
         master: 1-D contiguous fp32 of the same length and device; written.
     """
-    _require("high", high, torch.bfloat16, master.numel())
-    _require("low", low, torch.int16, master.numel())
+    _require("high", high_half, torch.bfloat16, master.numel())
+    _require("low", low_half, torch.int16, master.numel())
     _require("master", master, torch.float32, master.numel())
-    bits, high_bits = master.view(torch.int32), high.view(torch.int16)
+    bits, high_bits = master.view(torch.int32), high_half.view(torch.int16)
     for start in range(0, master.numel(), _CONVERT_ELEMENTS):
         part = slice(start, start + _CONVERT_ELEMENTS)
-        bits[part] = high_bits[part].to(torch.int32).bitwise_left_shift_(16).add_(low[part])
+        bits[part] = high_bits[part].to(torch.int32).bitwise_left_shift_(16).add_(low_half[part])

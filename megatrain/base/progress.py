@@ -80,16 +80,16 @@ class Activity:
         self.micro_batch = 0
         self.saving: PendingSave | None = None
         self.is_paused: Callable[[], bool] = lambda: False
-        self._doing, self._phase, self._unit = "", "", ""
+        self._name, self._phase, self._unit = "", "", ""
         self._done_bytes = self._num_bytes = 0
         self._part = self._num_parts = self._num_micro_batches = 0
         self._start_s = time.monotonic()
 
-    def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0, num_bytes: int = 0) -> None:
+    def begin(self, activity: str, *, num_parts: int = 0, num_micro_batches: int = 0, num_bytes: int = 0) -> None:
         """Begin a new activity. Pass ``num_bytes`` if it is measured in bytes."""
         self._done_bytes, self._num_bytes = 0, num_bytes
         self._phase, self._unit, self._part, self.micro_batch = "", "", 0, 0
-        self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
+        self._name, self._num_parts, self._num_micro_batches = activity, num_parts, num_micro_batches
         self._start_s = time.monotonic()
 
     def begin_part(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
@@ -108,10 +108,10 @@ class Activity:
 
     def snapshot(self) -> ActivitySnapshot:
         """Return the current activity."""
-        saving = self.saving
-        is_saving = saving is not None and not saving.is_done
+        save = self.saving
+        is_saving = save is not None and not save.is_done
         return ActivitySnapshot(
-            self._doing,
+            self._name,
             self._phase,
             self._unit,
             self._part,
@@ -122,6 +122,6 @@ class Activity:
             self.notice,
             min(self._done_bytes, self._num_bytes),
             self._num_bytes,
-            saving.done_bytes if saving is not None and is_saving else 0,
-            saving.num_bytes if saving is not None and is_saving else 0,
+            save.done_bytes if save is not None and is_saving else 0,
+            save.num_bytes if save is not None and is_saving else 0,
         )

@@ -84,12 +84,12 @@ class Size:
         text = value.strip()
         if text == "auto":
             return cls(text)
-        percent = _PERCENT.fullmatch(text)
-        if percent is not None:
-            share = float(percent[1]) / 100.0
-            if not 0.0 < share <= 1.0:
+        match = _PERCENT.fullmatch(text)
+        if match is not None:
+            fraction = float(match[1]) / 100.0
+            if not 0.0 < fraction <= 1.0:
                 raise ValueError(f'"{text}" is not a valid share. Write more than 0% and at most "100%"')
-            return cls(text, fraction=share)
+            return cls(text, fraction=fraction)
         nbytes = parse_size(text)
         if nbytes == 0:
             raise ValueError(f'"{text}" is zero. Write a size above 0')
@@ -121,7 +121,7 @@ def parse_rate(value: object) -> float:
     return float(nbytes)
 
 
-def exact_size(nbytes: int) -> str:
+def dump_size(nbytes: int) -> str:
     """Format a size with the largest unit that divides it, so that ``parse_size`` returns the same number."""
     for unit, name in _EXACT_UNITS:
         if nbytes and nbytes % unit == 0:
@@ -138,19 +138,19 @@ def parse_interval(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'{value} has no unit. Write "{value}min" or "{value}s"')
     if not isinstance(value, str) or _DURATION.fullmatch(value) is None:
-        shown = f'"{value}" is' if isinstance(value, str) else "this is"
-        raise ValueError(f"{shown} not a duration. {_DURATION_EXAMPLES}")
+        subject = f'"{value}" is' if isinstance(value, str) else "this is"
+        raise ValueError(f"{subject} not a duration. {_DURATION_EXAMPLES}")
     seconds = sum(parse_duration(part) for part in _DURATION_PART.findall(value))
     if not 0 < seconds < math.inf:
         raise ValueError(f'"{value}" is not a duration above 0. {_DURATION_EXAMPLES}')
     return seconds
 
 
-def exact_duration(seconds: float) -> str:
+def dump_duration(seconds: float) -> str:
     """Format a duration so that :func:`parse_interval` returns the same number."""
     if seconds != int(seconds):
         return f"{Decimal(repr(seconds)):f}s"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    parts = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "min"), (rest, "s")) if count]
+    parts = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "min"), (remainder, "s")) if count]
     return "".join(parts)

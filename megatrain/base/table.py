@@ -28,8 +28,8 @@ from megatrain.base.sizes import (
     RATE_SCHEMA,
     SIZE_SCHEMA,
     Size,
-    exact_duration,
-    exact_size,
+    dump_duration,
+    dump_size,
     parse_interval,
     parse_rate,
 )
@@ -48,11 +48,11 @@ __all__ = [
     "all_alter",
     "as_names",
     "as_tuple",
-    "refusal",
-    "is_path",
+    "explain",
     "key",
-    "plain_size",
-    "without_secrets",
+    "mark_path",
+    "mask_secrets",
+    "parse_bytes",
 ]
 
 T = TypeVar("T")
@@ -86,12 +86,10 @@ def key(
         used_if: Another key in the table, with its values for which this key has an effect.
         field_options: Further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
-    facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
+    extra: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
     if default is not ...:
         field_options["default"] = default
-    return Field(
-        description=description, json_schema_extra={word: fact for word, fact in facts.items() if fact}, **field_options
-    )
+    return Field(description=description, json_schema_extra={k: v for k, v in extra.items() if v}, **field_options)
 
 
 def all_alter(alters: Alters) -> dict[str, Any]:
@@ -109,12 +107,12 @@ class _SchemaKeywords:
         return {**handler(schema), **self.keywords}
 
 
-def refusal(wrong: str, write: str) -> _SchemaKeywords:
+def explain(problem: str, remedy: str) -> _SchemaKeywords:
     """Return an annotation with the error message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
-    return _SchemaKeywords({"x-wrong": wrong, "x-write": write})
+    return _SchemaKeywords({"x-wrong": problem, "x-write": remedy})
 
 
-def is_path(*special_values: str, name: str | None = None) -> _SchemaKeywords:
+def mark_path(*special_values: str, name: str | None = None) -> _SchemaKeywords:
     """Return the annotation for a path. It is made absolute unless it is a special value or a name on the hub.
 
     Args:
@@ -146,13 +144,13 @@ def as_names(value: object) -> object:
     return tuple(dict.fromkeys(name for name in names if name != "none"))
 
 
-def without_secrets(url: str) -> str:
+def mask_secrets(url: str) -> str:
     """Return a URL in which passwords and signatures are replaced by three stars."""
-    shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # match slashes, because S3 keys may contain them
-    return re.sub(r"\?[^/]*=.*", "?***", shown) if "://" in url else url
+    masked = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # match slashes, because S3 keys may contain them
+    return re.sub(r"\?[^/]*=.*", "?***", masked) if "://" in url else url
 
 
-def plain_size(value: object) -> object:
+def parse_bytes(value: object) -> object:
     """Convert a size with a unit, such as "4GB", to a number of bytes."""
     if isinstance(value, str):
         return parse_size(value)
@@ -165,15 +163,19 @@ def _as_path(value: object) -> object:
 
 Listed = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 ConfigPath = Annotated[
-    Path, BeforeValidator(_as_path), PlainSerializer(str), WithJsonSchema({"type": "string", "minLength": 1}), is_path()
+    Path,
+    BeforeValidator(_as_path),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "minLength": 1}),
+    mark_path(),
 ]
-PlainSize = Annotated[int, BeforeValidator(plain_size), PlainSerializer(exact_size), WithJsonSchema(dict(SIZE_SCHEMA))]
+PlainSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(dump_size), WithJsonSchema(dict(SIZE_SCHEMA))]
 Rate = Annotated[
     float,
     BeforeValidator(parse_rate),
-    PlainSerializer(lambda rate: exact_size(round(rate)) + "/s"),
+    PlainSerializer(lambda rate: dump_size(round(rate)) + "/s"),
     WithJsonSchema(dict(RATE_SCHEMA)),
 ]
 Duration = Annotated[
-    float, BeforeValidator(parse_interval), PlainSerializer(exact_duration), WithJsonSchema(dict(DURATION_SCHEMA))
+    float, BeforeValidator(parse_interval), PlainSerializer(dump_duration), WithJsonSchema(dict(DURATION_SCHEMA))
 ]

@@ -60,7 +60,7 @@ class Timeline:
         self._usage: list[tuple[float, Mapping[str, int]]] = []
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._op: tuple[str, float] | None = None
+        self._current_op: tuple[str, float] | None = None
 
     @property
     def spans(self) -> list[Span]:
@@ -81,11 +81,11 @@ class Timeline:
     def on_op(self, op: TimedOp | None) -> None:
         """Record the start of a tape op, or the end of a step if ``op`` is None."""
         now_s = time.perf_counter()
-        if self._op is not None and self.is_recording:
-            self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
+        if self._current_op is not None and self.is_recording:
+            self._add(Span(COMPUTE, self._current_op[0], self._current_op[1], now_s))
         if self.is_recording and self.read_usage is not None:
             self._usage.append((now_s, self.read_usage()))
-        self._op = None if op is None else (f"{op.phase} {op.visit}", now_s)
+        self._current_op = None if op is None else (f"{op.phase} {op.visit}", now_s)
 
     def _add(self, span: Span) -> None:
         with self._lock:
@@ -100,9 +100,9 @@ class Timeline:
         Raises:
             OSError: The file cannot be written.
         """
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}))
-        os.replace(temporary, path)
+        temporary_path = path.with_suffix(".tmp")
+        temporary_path.write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}))
+        os.replace(temporary_path, path)
         return path
 
     def _trace_events(self) -> Iterator[dict[str, Any]]:
@@ -124,9 +124,9 @@ class Timeline:
                     "dur": (span.end_s - span.start_s) * 1e6,
                     "args": {"bytes": span.nbytes} if span.nbytes else {},
                 }
-        for at_s, used in self._usage:
-            for tier, nbytes in used.items():
-                time_us = (at_s - start_s) * 1e6
+        for time_s, usage in self._usage:
+            for tier, nbytes in usage.items():
+                time_us = (time_s - start_s) * 1e6
                 yield {"ph": "C", "pid": 0, "name": f"{tier} in use", "ts": time_us, "args": {"bytes": nbytes}}
 
 
@@ -134,7 +134,7 @@ def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
     """Yield each span with the first lane in which it overlaps no other span."""
     ends_s: list[float] = []
     for span in spans:
-        lane = next((number for number, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))
+        lane = next((index for index, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))
         ends_s[lane : lane + 1] = [span.end_s]
         yield lane, span
 

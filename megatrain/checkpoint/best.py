@@ -15,11 +15,11 @@ from megatrain.base.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from megatrain.base.observer import EvaluationMetrics
 
-__all__ = ["Best", "BestSpec"]
+__all__ = ["BestEvaluation", "BestSpec"]
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestEvaluation:
     """The best evaluation so far.
 
     Attributes:
@@ -52,10 +52,10 @@ class BestSpec:
     is_average: bool = False
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """Description of the metric and of its better direction, for messages."""
-        of_average = " of the average of the weights" if self.is_average else ""
-        return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{of_average}"
+        suffix = " of the average of the weights" if self.is_average else ""
+        return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{suffix}"
 
     @property
     def is_on(self) -> bool:
@@ -71,8 +71,8 @@ class BestSpec:
         names = list(names)
         metric = self.metric.removeprefix("eval_")
         if self.is_on and "loss" in metric and metric != "loss" and metric not in [f"{name}_loss" for name in names]:
-            known = ", ".join(["loss", *(f"{name}_loss" for name in names)])
-            raise self._unknown_metric(known)
+            metrics = ", ".join(["loss", *(f"{name}_loss" for name in names)])
+            raise self._unknown_metric(metrics)
 
     def value_of(self, evaluations: Mapping[str, EvaluationMetrics]) -> float:
         """Return the metric's value. A metric without a set name is read from the first set.
@@ -84,29 +84,29 @@ class BestSpec:
             ConfigError: No evaluation has the metric.
         """
         metric = self.metric.removeprefix("eval_")
-        known: dict[str, float] = {}
-        for name, each in evaluations.items():
-            figures = {"loss": each.loss, "perplexity": each.perplexity, **each.preferences}
-            known |= {f"{name}_{figure}": value for figure, value in figures.items()}
-            known = {**figures, **known}  # a metric without a set name comes from the first set
-        if metric not in known:
-            raise self._unknown_metric(", ".join(sorted(known)))
-        return known[metric]
+        values: dict[str, float] = {}
+        for name, evaluation in evaluations.items():
+            set_values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, **evaluation.preferences}
+            values |= {f"{name}_{figure}": value for figure, value in set_values.items()}
+            values = {**set_values, **values}  # a metric without a set name comes from the first set
+        if metric not in values:
+            raise self._unknown_metric(", ".join(sorted(values)))
+        return values[metric]
 
-    def _unknown_metric(self, known: str) -> ConfigError:
+    def _unknown_metric(self, metrics: str) -> ConfigError:
         key = "evaluation.metric_for_best_model"
-        message = f'{key} = "{self.metric}", but no evaluation has this metric. Known metrics: {known}'
+        message = f'{key} = "{self.metric}", but no evaluation has this metric. Known metrics: {metrics}'
         return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
-    def after(self, best: Best | None, step: int, value: float) -> Best:
+    def after(self, best: BestEvaluation | None, step: int, value: float) -> BestEvaluation:
         """Return the best evaluation after one more evaluation. A NaN never counts as an improvement."""
         if best is None or best.value != best.value:
-            return Best(self.metric, value, step)
+            return BestEvaluation(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value
         num_worse = 0 if gain > self.threshold else best.num_worse + 1
         value, step = (value, step) if gain > 0 else (best.value, best.step)
-        return Best(self.metric, value, step, num_worse)
+        return BestEvaluation(self.metric, value, step, num_worse)
 
-    def is_over(self, best: Best | None) -> bool:
+    def is_over(self, best: BestEvaluation | None) -> bool:
         """Return whether to stop the run early, after ``patience`` evaluations in a row without an improvement."""
         return self.patience > 0 and best is not None and best.num_worse >= self.patience

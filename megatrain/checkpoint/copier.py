@@ -37,7 +37,7 @@ class Copier(Protocol):
     def poll(self) -> None:
         """Report a finished copy, and start the next one. Raises ``CheckpointError`` if another run uses the URL."""
 
-    def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
+    def wait_until_prunable(self, checkpoints: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until the next commit may prune these checkpoints.
 
         Args:
@@ -64,7 +64,7 @@ class NoCopier:
 
     def poll(self) -> None: ...
 
-    def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None: ...
+    def wait_until_prunable(self, checkpoints: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None: ...
 
     def finish(self) -> None: ...
 

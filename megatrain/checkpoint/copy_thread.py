@@ -37,9 +37,9 @@ class Throttle:
         if self._cancelled.is_set():
             raise CopyCancelledError
 
-    def rest(self, since_s: float) -> float:
-        """Pause for as long as the work since ``since_s`` took, then ``check``. Return the current time in seconds."""
-        self._disabled.wait(time.perf_counter() - since_s)
+    def pause(self, start_s: float) -> float:
+        """Pause for as long as the work since ``start_s`` took, then ``check``. Return the current time in seconds."""
+        self._disabled.wait(time.perf_counter() - start_s)
         self.check()
         return time.perf_counter()
 
@@ -49,7 +49,7 @@ class Throttle:
         self.check()
 
 
-def run_on_thread(act: Callable[[], Result], name: str, *, is_daemon: bool = False) -> Future[Result]:
+def run_on_thread(function: Callable[[], Result], name: str, *, is_daemon: bool = False) -> Future[Result]:
     """Run a function on a new thread, and return a future for its result.
 
     Args:
@@ -59,7 +59,7 @@ def run_on_thread(act: Callable[[], Result], name: str, *, is_daemon: bool = Fal
 
     def run() -> None:
         try:
-            future.set_result(act())
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 

@@ -49,8 +49,8 @@ class Upload:
 
     def __init__(self, folder: RemoteFolder, throttle: Throttle) -> None:
         self.throttle, self._folder, self._objects = throttle, folder, folder.objects
-        self._sums: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each sent object, by path
-        self._verified: set[str] = set()  # paths of the objects that were read back and matched
+        self._digests: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each sent object, by path
+        self._verified_names: set[str] = set()  # paths of the objects that were read back and matched
 
     def send(self, reader: GenerationReader, name: str, path: str, files: Mapping[str, Path]) -> RemotePart:
         """Send a generation, read it back and compare it. Repeat the call to resume an interrupted upload.
@@ -71,16 +71,16 @@ class Upload:
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_yield_objects(reader, self.throttle))
-        for each, file in files.items():
-            objects[f"{RUN_FILES_NAME}/{each}"] = partial(_yield_file, file)
-        self._objects.run_parallel(self._send, [(prefix + each, read) for each, read in objects.items()])
-        self._objects.run_parallel(self._compare, [prefix + each for each in objects])
-        sums = {each: self._sums[prefix + each] for each in sorted(objects)}
+        for object_name, file in files.items():
+            objects[f"{RUN_FILES_NAME}/{object_name}"] = partial(_yield_file, file)
+        self._objects.run_parallel(self._send, [(prefix + object_name, read) for object_name, read in objects.items()])
+        self._objects.run_parallel(self._compare, [prefix + object_name for object_name in objects])
+        sums = {object_name: self._digests[prefix + object_name] for object_name in sorted(objects)}
         return self._folder.seal_part(name, path, reader.generation, sums)
 
     def _send(self, item: tuple[str, _Contents]) -> None:
         name, contents = item
-        if name in self._sums:
+        if name in self._digests:
             return
         self.throttle.check()
         digest, nbytes = hashlib.sha256(), 0
@@ -94,17 +94,17 @@ class Upload:
                 yield part
 
         self._objects.write(name, read())
-        self._sums[name] = (nbytes, digest.hexdigest())
+        self._digests[name] = (nbytes, digest.hexdigest())
 
     def _compare(self, name: str) -> None:
-        if name in self._verified:
+        if name in self._verified_names:
             return
-        nbytes, expected = self._sums[name]
-        found = self._objects.sha256(name, nbytes, lambda part: self.throttle.check())
-        if found != expected:
-            del self._sums[name]  # without this entry, the next try sends the object again
-            raise DamagedError(f"{self._objects.title}: '{name}' was altered: SHA-256 {found}")
-        self._verified.add(name)
+        nbytes, expected = self._digests[name]
+        digest = self._objects.sha256(name, nbytes, lambda part: self.throttle.check())
+        if digest != expected:
+            del self._digests[name]  # without this entry, the next try sends the object again
+            raise DamagedError(f"{self._objects.title}: '{name}' was altered: SHA-256 {digest}")
+        self._verified_names.add(name)
 
 
 def _yield_objects(reader: GenerationReader, throttle: Throttle) -> Iterator[tuple[str, _Contents]]:
@@ -123,9 +123,9 @@ def _yield_objects(reader: GenerationReader, throttle: Throttle) -> Iterator[tup
         itemsize = reader.spec(record.key).dtype.itemsize
         document["chunk_grid"]["configuration"]["chunk_shape"] = [chunk_bytes // itemsize]
         yield f"{folder}/{record.key}/zarr.json", partial(iter, (json.dumps(document).encode(),))
-        for number, start in enumerate(range(0, record.nbytes, chunk_bytes)):
+        for index, start in enumerate(range(0, record.nbytes, chunk_bytes)):
             contents = partial(_yield_chunk, reader, record.key, start, chunk_bytes, throttle)
-            yield f"{folder}/{record.key}/c/{number}", contents
+            yield f"{folder}/{record.key}/c/{index}", contents
 
 
 def _yield_file(path: Path) -> Iterator[bytes]:
@@ -141,13 +141,13 @@ def _yield_chunk(
     files, nbytes = reader.files(key), reader.spec(key).nbytes
     stop = min(start + chunk_bytes, nbytes)
     buffer = torch.empty(min(reader.piece_bytes, stop - start), dtype=torch.uint8)
-    for first in range(start, stop, reader.piece_bytes):
-        piece = buffer[: min(reader.piece_bytes, stop - first)]
+    for begin in range(start, stop, reader.piece_bytes):
+        piece = buffer[: min(reader.piece_bytes, stop - begin)]
         start_s = time.perf_counter()
-        reader.read_piece(key, files, (first, first + len(piece)), piece)
-        throttle.rest(start_s)
-        for at in range(0, len(piece), PART_BYTES):
-            yield memoryview(piece[at : at + PART_BYTES].numpy().data)
+        reader.read_piece(key, files, (begin, begin + len(piece)), piece)
+        throttle.pause(start_s)
+        for offset in range(0, len(piece), PART_BYTES):
+            yield memoryview(piece[offset : offset + PART_BYTES].numpy().data)
     yield bytes(start + chunk_bytes - stop)
 
 
@@ -175,22 +175,22 @@ def fetch(folder: RemoteFolder, checkpoint: RemoteCheckpoint, output_dir: Path, 
     part_dir = output_dir / PART_NAME
     root = part_dir / checkpoint.name
     objects = [
-        (part.path, name, nbytes, sum_)
+        (part.path, name, nbytes, digest)
         for part in checkpoint.parts
-        for name, (nbytes, sum_) in folder.list_objects(checkpoint, part).items()
+        for name, (nbytes, digest) in folder.list_objects(checkpoint, part).items()
     ]
     try:
-        for other in part_dir.iterdir() if part_dir.is_dir() else ():
-            if other != root:
-                shutil.rmtree(other)
+        for folder_entry in part_dir.iterdir() if part_dir.is_dir() else ():
+            if folder_entry != root:
+                shutil.rmtree(folder_entry)
         root.mkdir(parents=True, exist_ok=True)
-        there = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
-        need, free = checkpoint.nbytes - there + min_free_bytes, shutil.disk_usage(root).free
-        if free < need:
+        present_bytes = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        need_bytes, free_bytes = checkpoint.nbytes - present_bytes + min_free_bytes, shutil.disk_usage(root).free
+        if free_bytes < need_bytes:
             raise RemoteError(
-                f"the drive of '{output_dir}' has {format_size(free)} free, and the checkpoint of step "
+                f"the drive of '{output_dir}' has {format_size(free_bytes)} free, and the checkpoint of step "
                 f"{checkpoint.step} in '{folder.url}' takes {format_size(checkpoint.nbytes)} in addition to "
-                f"checkpoint.min_free_disk. Free {format_size(need - free)}"
+                f"checkpoint.min_free_disk. Free {format_size(need_bytes - free_bytes)}"
             )
         folder.objects.run_parallel(partial(_fetch_object, folder, checkpoint.name, root), objects)
         _restore_run_files(root / checkpoint.parts[0].path / RUN_FILES_NAME, output_dir)
@@ -208,21 +208,21 @@ def _fetch_object(folder: RemoteFolder, copy: str, root: Path, item: tuple[str, 
     if target.is_file() and target.stat().st_size == nbytes and _sha256_of(target) == expected:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".part")
-    where, problem = "/".join(filter(None, (copy, path, name))), ""
+    temporary_path = target.with_name(target.name + ".part")
+    full_name, problem = "/".join(filter(None, (copy, path, name))), ""
     for _ in range(NUM_TRIES):
-        with temporary.open("wb") as file:
-            found = folder.objects.sha256(where, nbytes, file.write)
-        if found == expected:
-            os.replace(temporary, target)
+        with temporary_path.open("wb") as file:
+            digest = folder.objects.sha256(full_name, nbytes, file.write)
+        if digest == expected:
+            os.replace(temporary_path, target)
             return
-        problem = f"its SHA-256 is {found}, but was {expected} when it was written"
-    raise DamagedError(f"'{folder.url}/{where}' is damaged: {problem}")
+        problem = f"its SHA-256 is {digest}, but was {expected} when it was written"
+    raise DamagedError(f"'{folder.url}/{full_name}' is damaged: {problem}")
 
 
 def _import_generations(checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
     """Verify downloaded generations, and hard-link their files into the run's stores."""
-    known = read_checkpoints(folder, ignore_damage)
+    old_checkpoints = read_checkpoints(folder, ignore_damage)
     is_listed = checkpoint.parts[0].path != ""
     if is_listed:
         claim_directory(folder)
@@ -233,12 +233,12 @@ def _import_generations(checkpoint: RemoteCheckpoint, root: Path, folder: Path) 
             figures = copies.copy(GenerationReader(root / part.path, part.generation))
         finally:
             copies.close()
-        seal = manifest_checksum(folder / part.path, figures.generation) if is_listed else ""
-        generations.append(RankGeneration(part.path, figures.generation, seal))
+        digest = manifest_checksum(folder / part.path, figures.generation) if is_listed else ""
+        generations.append(RankGeneration(part.path, figures.generation, digest))
     if is_listed:
-        number = 1 + max((each.number for each in known), default=0)
-        made = checkpoint.checkpoint.relocated(folder, number, generations)
-        write_document(folder, [*(each for each in known if each.is_listed), made])
+        number = 1 + max((each.number for each in old_checkpoints), default=0)
+        new_checkpoint = checkpoint.checkpoint.relocated(folder, number, generations)
+        write_document(folder, [*(each for each in old_checkpoints if each.is_listed), new_checkpoint])
 
 
 def _restore_run_files(folder: Path, output_dir: Path) -> None:
@@ -257,5 +257,5 @@ def _sha256_of(path: Path) -> str:
 
 def find_run_files(output_dir: Path) -> dict[str, Path]:
     """Return the files in a run's folder that are sent with each checkpoint, by relative name."""
-    found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
-    return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
+    paths = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
+    return {path.relative_to(output_dir).as_posix(): path for path in paths if path.is_file()}

@@ -75,7 +75,7 @@ class Checkpoint:
     @property
     def stores(self) -> list[str]:
         """Directories of the ranks' stores, as in ``RankGeneration.path``."""
-        return [each.path for each in self.ranks]
+        return [rank.path for rank in self.ranks]
 
     @property
     def is_listed(self) -> bool:
@@ -170,9 +170,9 @@ class Checkpoint:
         return replace(self, folder=folder, number=number, ranks=tuple(generations))
 
     def __str__(self) -> str:
-        what = "copy of the checkpoint" if self.is_copy else "checkpoint"
+        kind = "copy of the checkpoint" if self.is_copy else "checkpoint"
         number = f"number {self.number}, {self.world} ranks" if self.is_listed else f"generation {self.number}"
-        return f"the {what} of step {self.step} in '{self.folder}' ({number})"
+        return f"the {kind} of step {self.step} in '{self.folder}' ({number})"
 
     @contextmanager
     def add_rank_to_errors(self, rank: int) -> Iterator[None]:
@@ -200,19 +200,19 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
     """
 
     def keys(checkpoints: Sequence[Checkpoint]) -> list[tuple[int, str]]:
-        found: list[tuple[int, str] | None] = []
+        sort_keys: list[tuple[int, str] | None] = []
         number = 0
         for each in reversed(checkpoints):
             # An older version, which counts no saves, may have continued the run. Its saves follow all counted saves.
             number = max(number, each.save_number)
             is_known = each.save_number or each.saved_at
-            found.append((number, each.order_key[1]) if is_known else None)
+            sort_keys.append((number, each.order_key[1]) if is_known else None)
         key = _LAST
-        return [key := each or key for each in reversed(found)]
+        return [key := each or key for each in reversed(sort_keys)]
 
-    merged, left = [], list(zip(keys(others), others, strict=True))
+    merged, remainder = [], list(zip(keys(others), others, strict=True))
     for key, checkpoint in zip(keys(own), own, strict=True):
-        while left and left[0][0] > key:
-            merged.append(left.pop(0)[1])
+        while remainder and remainder[0][0] > key:
+            merged.append(remainder.pop(0)[1])
         merged.append(checkpoint)
-    return [*merged, *(each for _, each in left)]
+    return [*merged, *(each for _, each in remainder)]

@@ -62,7 +62,7 @@ def inspect_folder(
     folder: Path,
     drives: Sequence[Path] = (),
     *,
-    reads_state: bool = True,
+    validate_state: bool = True,
     on_damage: Callable[[GenerationError], None] | None = None,
 ) -> list[InventoryEntry]:
     """Return all checkpoints in a folder, newest first. Unusable checkpoints have a ``problem``.
@@ -71,7 +71,7 @@ def inspect_folder(
 
     Args:
         drives: Paths to search for parts, in addition to the drives in the run's last config.
-        reads_state: Whether to validate the whole ``RunState``. False checks only the step and imports less code.
+        validate_state: Whether to validate the whole ``RunState``. False checks only the step and imports less code.
 
     Raises:
         GenerationError: The list of checkpoints is damaged, and ``on_damage`` is None.
@@ -79,18 +79,18 @@ def inspect_folder(
     search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
     read = cache(read_manifest)  # listing and inspection need the same manifests
     checkpoints = reversed(read_checkpoints(folder, on_damage, read))
-    found = (_inspect(each, search, read, reads_state=reads_state) for each in checkpoints)
-    return [each for each in found if each is not None]
+    entries = (_inspect(each, search, read, validate_state=validate_state) for each in checkpoints)
+    return [each for each in entries if each is not None]
 
 
 def _inspect(
-    checkpoint: Checkpoint, search: Sequence[Path], read: ManifestReader, *, reads_state: bool
+    checkpoint: Checkpoint, search: Sequence[Path], read: ManifestReader, *, validate_state: bool
 ) -> InventoryEntry | None:
     """Return a checkpoint with the results of its checks, or None if a live run has just removed it."""
     try:
         if not checkpoint.is_listed:
             read(checkpoint.folder, checkpoint.number)  # this manifest contains the state
-        if reads_state:
+        if validate_state:
             _ = checkpoint.state
         elif checkpoint.step is None:
             raise CheckpointError(f"{checkpoint.where} has no step")
@@ -103,15 +103,15 @@ def _inspect(
         return InventoryEntry(checkpoint, problem=str(error), is_foreign=is_newer) if still_exists(checkpoint) else None
     lost, outside = list[LostPart](), list[DrivePlace]()
     for store, manifest in zip(checkpoint.stores, manifests, strict=True):
-        place = checkpoint.folder / store, [path / store for path in search]
-        lost += lost_parts(manifest, *place)
-        outside += outside_drives(manifest, *place)
+        arguments = checkpoint.folder / store, [path / store for path in search]
+        lost += lost_parts(manifest, *arguments)
+        outside += outside_drives(manifest, *arguments)
     problem = "parts of it are gone: " + "; ".join(map(str, lost)) if lost else None
     return InventoryEntry(checkpoint, nbytes, tuple(lost), tuple(outside), problem)
 
 
 def merge_entries(own: Sequence[InventoryEntry], copies: Sequence[InventoryEntry]) -> list[InventoryEntry]:
     """Merge checkpoints and copies, both newest first, like ``merge_by_save``."""
-    entries = {id(each.checkpoint): each for each in (*own, *copies)}
-    merged = merge_by_save([each.checkpoint for each in own], [each.checkpoint for each in copies])
-    return [entries[id(each)] for each in merged]
+    entries = {id(entry.checkpoint): entry for entry in (*own, *copies)}
+    merged = merge_by_save([entry.checkpoint for entry in own], [entry.checkpoint for entry in copies])
+    return [entries[id(entry)] for entry in merged]

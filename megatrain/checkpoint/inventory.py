@@ -50,7 +50,7 @@ class RunInventory:
     def __init__(self, run: Path | str) -> None:
         self._run = run
         self._folders = checkpoint_folders(run)
-        self.entries = [each for folder in self._folders for each in reversed(_inspect(folder))]
+        self.entries = [entry for folder in self._folders for entry in reversed(_inspect(folder))]
 
     def of_step(self, step: int | None) -> list[InventoryEntry]:
         """Return the entries that were saved at a step, or all entries if ``step`` is None.
@@ -58,20 +58,20 @@ class RunInventory:
         Raises:
             CheckpointError: There is no checkpoint, or no checkpoint of this step.
         """
-        found = [each for each in self.entries if step in (None, each.checkpoint.step)]
-        if not found:
+        entries = [entry for entry in self.entries if step in (None, entry.checkpoint.step)]
+        if not entries:
             find_checkpoint(self._run, step)  # raises an error that lists the available steps
-        return found
+        return entries
 
     def verify(self, step: int | None, on_block: OnBlock = lambda key: None) -> Iterator[Verified]:
         """Read every byte of the entries that ``of_step`` returns. Yield each entry with a list of its problems.
 
         Checkpoints that the run prunes meanwhile are omitted.
         """
-        for each in self.of_step(step):
-            problems = [each.problem] if each.problem is not None else _problems(each.checkpoint, on_block)
-            if not problems or still_exists(each.checkpoint):
-                yield each, problems
+        for entry in self.of_step(step):
+            problems = [entry.problem] if entry.problem is not None else _problems(entry.checkpoint, on_block)
+            if not problems or still_exists(entry.checkpoint):
+                yield entry, problems
 
     def notices(self, entries: Iterable[InventoryEntry]) -> list[str]:
         """Return the notices that a run would print about its documents and about the drives of these entries."""
@@ -97,13 +97,13 @@ def checkpoint_folders(run: Path | str) -> list[Path]:
     Raises:
         CheckpointError: The folder does not exist, or no checkpoint was ever saved in it.
     """
-    given = Path(os.path.abspath(run))
-    for folders in ([given / CHECKPOINTS_NAME, given / COPIES_NAME], [given]):
-        if found := [each for each in folders if (each / SNAPSHOT_FOLDER).is_dir() or (each / RANKS_NAME).is_file()]:
-            return found
-    if not given.is_dir():
-        raise CheckpointError(f"'{given}' is not a folder. Give the output_dir of a run")
-    raise CheckpointError(f"'{given}' holds no checkpoint. Give the output_dir of a run that saved")
+    root = Path(os.path.abspath(run))
+    for folders in ([root / CHECKPOINTS_NAME, root / COPIES_NAME], [root]):
+        if matches := [path for path in folders if (path / SNAPSHOT_FOLDER).is_dir() or (path / RANKS_NAME).is_file()]:
+            return matches
+    if not root.is_dir():
+        raise CheckpointError(f"'{root}' is not a folder. Give the output_dir of a run")
+    raise CheckpointError(f"'{root}' holds no checkpoint. Give the output_dir of a run that saved")
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> InventoryEntry:
@@ -116,26 +116,26 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Inven
     Raises:
         CheckpointError: There is no such checkpoint. The message lists the available steps.
     """
-    given = Path(os.path.abspath(run_or_folder))
-    if given.parent.name == SNAPSHOT_FOLDER and is_number(given.name):
-        folder = given.parent.parent
+    path = Path(os.path.abspath(run_or_folder))
+    if path.parent.name == SNAPSHOT_FOLDER and is_number(path.name):
+        folder = path.parent.parent
         entries = [each for each in _inspect(folder) if not each.checkpoint.is_listed]
-        found = [each for each in entries if each.checkpoint.number == int(given.name)]
+        all_entries = [each for each in entries if each.checkpoint.number == int(path.name)]
     else:
-        folder, *_ = folders = checkpoint_folders(given)
-        found = [each for one in folders for each in _inspect(one)]
-    tried = _in_resume_order(found)
-    chosen = next((each for each in tried if step in (None, each.checkpoint.step)), None)
-    if chosen is not None:
-        return chosen
-    unusable = [each for each in found if each.problem is not None]
-    lost = {each.checkpoint.step: _describe_problem(each) for each in reversed(unusable)}
-    if step is not None and step in lost:
-        raise CheckpointError(lost[step])
-    if tried:
-        steps = {each.checkpoint.step for each in tried}
-        known = ", ".join(map(str, sorted(each for each in steps if each is not None)))
-        raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. Saved steps: {known}")
+        folder, *_ = folders = checkpoint_folders(path)
+        all_entries = [each for one in folders for each in _inspect(one)]
+    candidates = _in_resume_order(all_entries)
+    match = next((each for each in candidates if step in (None, each.checkpoint.step)), None)
+    if match is not None:
+        return match
+    unusable = [each for each in all_entries if each.problem is not None]
+    messages = {each.checkpoint.step: _describe_problem(each) for each in reversed(unusable)}
+    if step is not None and step in messages:
+        raise CheckpointError(messages[step])
+    if candidates:
+        steps = {each.checkpoint.step for each in candidates}
+        steps_text = ", ".join(map(str, sorted(each for each in steps if each is not None)))
+        raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. Saved steps: {steps_text}")
     if unusable:
         raise CheckpointError(f"no checkpoint in '{folder}' can be used: {_describe_problem(unusable[0])}")
     raise CheckpointError(f"'{folder}' holds no checkpoint. Give the output_dir of a run that saved")
@@ -147,18 +147,18 @@ def saved_checkpoints(output_dir: Path | str) -> list[InventoryEntry]:
     Checkpoints with invalid documents are omitted. Checkpoints with lost parts are included.
     """
     root = Path(os.path.abspath(output_dir))
-    found: list[list[InventoryEntry]] = []
+    entries: list[list[InventoryEntry]] = []
     for name in (CHECKPOINTS_NAME, COPIES_NAME):
-        there = inspect_folder(root / name, reads_state=False, on_damage=ignore_damage)
-        if there and there[0].is_foreign:
-            there = []  # a run would raise an error instead of using an older checkpoint
-        found.append([each for each in there if each.is_readable])
-    return merge_entries(*found)
+        folder_entries = inspect_folder(root / name, validate_state=False, on_damage=ignore_damage)
+        if folder_entries and folder_entries[0].is_foreign:
+            folder_entries = []  # a run would raise an error instead of using an older checkpoint
+        entries.append([entry for entry in folder_entries if entry.is_readable])
+    return merge_entries(*entries)
 
 
 def usable_checkpoint(output_dir: Path | str) -> Checkpoint | None:
     """Return the checkpoint from which a run in this folder would resume, or None."""
-    return next((each.checkpoint for each in saved_checkpoints(output_dir) if not each.is_gone), None)
+    return next((entry.checkpoint for entry in saved_checkpoints(output_dir) if not entry.is_gone), None)
 
 
 def _inspect(folder: Path) -> list[InventoryEntry]:
@@ -171,8 +171,8 @@ def _inspect(folder: Path) -> list[InventoryEntry]:
 
 def _in_resume_order(entries: Sequence[InventoryEntry]) -> list[InventoryEntry]:
     """Sort usable checkpoints and copies, each newest first, in the order in which a run would try them."""
-    usable = [each for each in entries if each.problem is None]
-    own, copies = ([each for each in usable if each.checkpoint.is_copy == is_copy] for is_copy in (False, True))
+    usable = [entry for entry in entries if entry.problem is None]
+    own, copies = ([entry for entry in usable if entry.checkpoint.is_copy == is_copy] for is_copy in (False, True))
     return merge_entries(own, copies)
 
 

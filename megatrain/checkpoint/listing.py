@@ -73,14 +73,14 @@ def ignore_damage(error: GenerationError) -> None:
 
 def _read_generations(folder: Path, read: ManifestReader) -> Iterator[Checkpoint]:
     """Yield a single process's checkpoints, oldest first. They are the generations of a store in the folder itself."""
-    for number in list_generations(folder):
+    for generation in list_generations(folder):
         try:
-            meta = read(folder, number).meta
+            meta = read(folder, generation).meta
         except GenerationError:
-            if number not in list_generations(folder):  # a live run has just removed the generation
+            if generation not in list_generations(folder):  # a live run has just removed the generation
                 continue
             meta = {}
-        yield Checkpoint(folder, number, (RankGeneration("", number),), meta if isinstance(meta, dict) else {})
+        yield Checkpoint(folder, generation, (RankGeneration("", generation),), meta if isinstance(meta, dict) else {})
 
 
 def read_listed(folder: Path) -> list[Checkpoint]:
@@ -98,7 +98,7 @@ def read_listed(folder: Path) -> list[Checkpoint]:
     if checksum(json.dumps(body, sort_keys=True).encode()) != expected:
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Restore it from a backup")
     try:
-        return [_checkpoint(folder, each) for each in body]
+        return [_checkpoint(folder, entry) for entry in body]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GenerationError(f"'{path}' is invalid: {error}. Restore it from a backup") from error
 
@@ -110,12 +110,12 @@ def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
     folder are therefore refused.
     """
     ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
-    for rank, each in enumerate(ranks):
-        if each.path != rank_folder_name(rank):
-            raise ValueError(f"rank {rank} has the path {each.path!r} instead of '{rank_folder_name(rank)}'")
-        is_sealed = isinstance(each.xxh3_64, str) and each.xxh3_64 != ""
-        if type(each.generation) is not int or each.generation < 1 or not is_sealed:
-            raise ValueError(f"rank {rank} lacks a checksum, or has the invalid generation {each.generation!r}")
+    for rank, part in enumerate(ranks):
+        if part.path != rank_folder_name(rank):
+            raise ValueError(f"rank {rank} has the path {part.path!r} instead of '{rank_folder_name(rank)}'")
+        is_sealed = isinstance(part.xxh3_64, str) and part.xxh3_64 != ""
+        if type(part.generation) is not int or part.generation < 1 or not is_sealed:
+            raise ValueError(f"rank {rank} lacks a checksum, or has the invalid generation {part.generation!r}")
     numbers = (fields["number"], fields["lanes"], *fields["elements"].values())
     if not ranks or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"checkpoint {fields['number']!r} has {len(ranks)} ranks, or invalid numbers")
@@ -126,25 +126,25 @@ def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
 
 def still_exists(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint still exists. A live run may have removed it in the meantime."""
-    return any(each.ranks == checkpoint.ranks for each in read_checkpoints(checkpoint.folder, ignore_damage))
+    return any(other.ranks == checkpoint.ranks for other in read_checkpoints(checkpoint.folder, ignore_damage))
 
 
 def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
     """Write checkpoints to ``RANKS.json``. The write is atomic and durable."""
     body = [
         {
-            "number": each.number,
-            "world": each.world,
-            "lanes": each.lanes,
-            "ranks": [asdict(rank) for rank in each.ranks],
-            "elements": dict(each.elements),
-            "meta": dict(each.meta),
+            "number": checkpoint.number,
+            "world": checkpoint.world,
+            "lanes": checkpoint.lanes,
+            "ranks": [asdict(rank) for rank in checkpoint.ranks],
+            "elements": dict(checkpoint.elements),
+            "meta": dict(checkpoint.meta),
         }
-        for each in checkpoints
+        for checkpoint in checkpoints
     ]
-    seal = checksum(json.dumps(body, sort_keys=True).encode())
+    digest = checksum(json.dumps(body, sort_keys=True).encode())
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"format": RANKS_FORMAT, "xxh3_64": seal, "checkpoints": body}
+    document = {"format": RANKS_FORMAT, "xxh3_64": digest, "checkpoints": body}
     replace_file(folder / RANKS_NAME, json.dumps(document, sort_keys=True), durable=True)
 
 
@@ -158,13 +158,13 @@ def folder_notices(folder: Path) -> list[str]:
         if list_generations(folder) and (problem := top_problem(folder)) is not None:
             notices.append(f"{problem}. The checkpoints themselves decide: the newest whole one is continued")
     with contextlib.suppress(GenerationError):
-        unnamed = {
+        unlisted = {
             path.name: generations
             for path in sorted(folder.glob(RANK_FOLDERS))
             if (generations := list_generations(path))
         }
-        if unnamed and not read_listed(folder):
-            parts = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in unnamed.items())
+        if unlisted and not read_listed(folder):
+            parts = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in unlisted.items())
             notices.append(
                 f"'{folder / RANKS_NAME}' names no checkpoint, so these generations of ranks are not checkpoints: "
                 f"{parts}. They stay until a run here has saved a checkpoint"
@@ -181,20 +181,20 @@ def read_manifests(checkpoint: Checkpoint, read: ManifestReader = read_manifest)
     Raises:
         GenerationError: A generation is missing or differs, or its blocks differ from rank 0's.
     """
-    found: list[Manifest] = []
-    for rank, each in enumerate(checkpoint.ranks):
-        directory = checkpoint.folder / each.path
+    manifests: list[Manifest] = []
+    for rank, part in enumerate(checkpoint.ranks):
+        directory = checkpoint.folder / part.path
         with checkpoint.add_rank_to_errors(rank):
-            if each.xxh3_64 and (sum_ := manifest_checksum(directory, each.generation)) != each.xxh3_64:
+            if part.xxh3_64 and (digest := manifest_checksum(directory, part.generation)) != part.xxh3_64:
                 raise GenerationError(
-                    f"the manifest of generation {each.generation} has checksum {sum_}, {RANKS_NAME} says "
-                    f"{each.xxh3_64}: it is another generation, or damaged"
+                    f"the manifest of generation {part.generation} has checksum {digest}, {RANKS_NAME} says "
+                    f"{part.xxh3_64}: it is another generation, or damaged"
                 )
-            found.append(read(directory, each.generation))
-            shapes = [[(block.key, block.shape) for block in manifest.blocks] for manifest in (found[0], found[-1])]
-            if shapes[0] != shapes[1]:
+            manifests.append(read(directory, part.generation))
+            first, last = ([(block.key, block.shape) for block in manifests[i].blocks] for i in (0, -1))
+            if first != last:
                 raise GenerationError("its blocks differ from the blocks of rank 0")
-    return found
+    return manifests
 
 
 def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[str, BlockRecord]:
@@ -208,19 +208,19 @@ def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[
     """
     if not checkpoint.is_listed:
         return {block.key: block for block in manifests[0].blocks}
-    found: dict[str, BlockRecord] = {}
+    blocks: dict[str, BlockRecord] = {}
     for shards in zip(*(manifest.blocks for manifest in manifests), strict=True):
         key, length, world = shards[0].key, shards[0].shape[0], len(shards)
         elements = checkpoint.elements.get(key, length * world)
         if not 0 < elements <= length * world:
             raise GenerationError(f"block '{key}' has {elements} elements, {world} shards of {length} cannot hold them")
-        found[key] = replace(
+        blocks[key] = replace(
             shards[0],
             shape=(elements,),
             nbytes=elements * (shards[0].nbytes // length),
             xxh3_64=tuple(each for shard in shards for each in shard.xxh3_64),
         )
-    return found
+    return blocks
 
 
 def manifest_checksum(directory: Path, generation: int) -> str:

@@ -95,10 +95,10 @@ class LocalCopier:
             checkpoint, self._next = self._next, None
             self._start(checkpoint)
 
-    def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
+    def wait_until_prunable(self, checkpoints: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait while a checkpoint that the next commit prunes is being copied, even if a stop is requested."""
         self.poll()
-        if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
+        if self._job is None or self._job.checkpoint.ranks not in [checkpoint.ranks for checkpoint in checkpoints]:
             return
         self._skip_next(self._job)  # the checkpoint being saved replaces the queued one
         self._wait(self._job)
@@ -133,9 +133,9 @@ class LocalCopier:
 
     def _newest(self) -> int:
         """Return the number of the newest copy, including queued and unfinished copies, or 0 without copies."""
-        going = None if self._job is None else self._job.checkpoint
-        pending = [each.number for each in (going, self._next) if each is not None]
-        copies = [each.number for each in self._folder.known if each.is_listed == self._folder.is_listed]
+        current = None if self._job is None else self._job.checkpoint
+        pending = [copy.number for copy in (current, self._next) if copy is not None]
+        copies = [copy.number for copy in self._folder.known if copy.is_listed == self._folder.is_listed]
         return max([*copies, *pending, 0])
 
     def _skip_next(self, job: _CopyJob) -> None:
@@ -152,41 +152,41 @@ class LocalCopier:
     # -- one copy ----------------------------------------------------------------------------------------------
 
     def _start(self, checkpoint: Checkpoint) -> None:
-        kept, throttle = begin_copy(self._folder), Throttle()
-        act = partial(self._run, checkpoint, kept, throttle)
-        self._job = _CopyJob(checkpoint, throttle, run_on_thread(act, "checkpoint-copy"))
+        kept_generations, throttle = begin_copy(self._folder), Throttle()
+        task = partial(self._run, checkpoint, kept_generations, throttle)
+        self._job = _CopyJob(checkpoint, throttle, run_on_thread(task, "checkpoint-copy"))
 
-    def _run(self, checkpoint: Checkpoint, kept: Sequence[int], throttle: Throttle) -> _CopyOutcome:
+    def _run(self, checkpoint: Checkpoint, kept_generations: Sequence[int], throttle: Throttle) -> _CopyOutcome:
         """Copy this rank's part of a checkpoint. Called on the copy's thread."""
         start_s, figures, problem = time.perf_counter(), None, ""
         try:
-            figures = self._copy(checkpoint.ranks[self._rank].generation, kept, throttle)
+            figures = self._copy(checkpoint.ranks[self._rank].generation, kept_generations, throttle)
         except CopyCancelledError:
             problem = "it was cancelled"
         except Exception as error:
             problem = str(error)
         return _CopyOutcome(figures, problem, time.perf_counter() - start_s)
 
-    def _copy(self, generation: int, kept: Sequence[int], throttle: Throttle) -> CopyFigures:
-        """Copy a generation of this rank's store, and remove this rank's copies that are not in ``kept``."""
+    def _copy(self, new_generation: int, generations: Sequence[int], throttle: Throttle) -> CopyFigures:
+        """Copy a generation of this rank's store, and remove this rank's copies that are not in ``generations``."""
         if self._copies is None:
             self._copies = WholeCopies(self._own_path)
         # Prune first, so that the drive never contains more than planned. The newest copy is never removed.
-        self._copies.keep_only(kept)
-        free, need = shutil.disk_usage(self._own_path).free, self._drive_bytes + self._min_free_disk
-        if free < need:
+        self._copies.keep_only(generations)
+        free_bytes, need_bytes = shutil.disk_usage(self._own_path).free, self._drive_bytes + self._min_free_disk
+        if free_bytes < need_bytes:
             raise TieredError(
-                f"the drive of '{self._own_path}' has {format_size(free)} free, but a copy takes "
+                f"the drive of '{self._own_path}' has {format_size(free_bytes)} free, but a copy takes "
                 f"{format_size(self._drive_bytes)} and checkpoint.min_free_disk is {format_size(self._min_free_disk)}. "
-                f"Free {format_size(need - free)}"
+                f"Free {format_size(need_bytes - free_bytes)}"
             )
-        since_s = time.perf_counter()
+        start_s = time.perf_counter()
 
         def rest() -> None:
-            nonlocal since_s
-            since_s = throttle.rest(since_s)
+            nonlocal start_s
+            start_s = throttle.pause(start_s)
 
-        return self._copies.copy(GenerationReader(self._source, generation, self._drives), rest)
+        return self._copies.copy(GenerationReader(self._source, new_generation, self._drives), rest)
 
     def _wait(self, job: _CopyJob) -> None:
         """Wait for the current copy, and start the next copy. A signal can interrupt the wait."""
@@ -198,7 +198,7 @@ class LocalCopier:
         """Combine all ranks' parts into a copy, and report the copy or the failure."""
         step = checkpoint.step
         try:
-            copied, linked = finish_copy(self._folder, checkpoint, outcome.figures, outcome.problem)
+            copy_bytes, link_bytes = finish_copy(self._folder, checkpoint, outcome.figures, outcome.problem)
         except CheckpointError as error:
             self._on_message(
                 f"the checkpoint of step {step} was not copied into '{self._path}': {error}. The original is "
@@ -208,7 +208,7 @@ class LocalCopier:
         if self._copies is not None:
             with contextlib.suppress(OSError):  # if old copies cannot be removed, the next copy tries again
                 self._copies.keep_only(self._folder.generations(self._folder.known))
-        parts = f"{format_size(copied)} copied" + (f", {format_size(linked)} linked" if linked else "")
+        parts = f"{format_size(copy_bytes)} copied" + (f", {format_size(link_bytes)} linked" if link_bytes else "")
         self._on_message(
             f"copied checkpoint at step {step} into '{self._path}': {parts}, compared, in {outcome.seconds:.1f} s"
         )

@@ -33,9 +33,9 @@ __all__ = [
     "bytes_on_drives",
     "describe_drives",
     "drives_of_config",
-    "refused_drives",
     "lost_parts",
     "outside_drives",
+    "refused_drives",
 ]
 
 _ATTRIBUTES_KEY = "megatrain"  # same as in tiered.tiers.layout
@@ -66,8 +66,8 @@ class LostPart:
         """Description of the location: the path, whether it exists, and a different recorded path, if any."""
         if self.is_there:
             return f"'{self.path}'"
-        was = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""
-        return f"'{self.path}', which is not there{was}"
+        suffix = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""
+        return f"'{self.path}', which is not there{suffix}"
 
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(key.rpartition("/")[2].partition(".")[0] for key in self.blocks))
@@ -77,11 +77,11 @@ class LostPart:
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
     """Return the parts of a generation that were lost with drives. Empty if a live run just removed the generation."""
-    missing = _missing_parts(manifest, directory, search)
-    if not missing or manifest.generation not in list_generations(directory):
+    missing_parts = _missing_parts(manifest, directory, search)
+    if not missing_parts or manifest.generation not in list_generations(directory):
         return ()
     sizes = {record.key: record.nbytes for record in manifest.blocks}
-    recorded = {place.path: str(place.recorded) for place in drive_places(manifest, directory)}
+    recorded_paths = {place.path: str(place.recorded) for place in drive_places(manifest, directory)}
     return tuple(
         LostPart(
             str(path),
@@ -89,30 +89,30 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
             keys,
             len(sizes),
             sum(sizes[key] for key in keys),
-            recorded.get(path, str(path)),
+            recorded_paths.get(path, str(path)),
         )
-        for path, keys in missing.items()
+        for path, keys in missing_parts.items()
     )
 
 
 def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> list[DrivePlace]:
     """Return the drives that contain parts of a generation but were not copied or moved with its directory."""
     places = drive_places(manifest, directory)
-    outside = [place for place in places if place.is_outside]
-    if not outside:
+    outside_places = [place for place in places if place.is_outside]
+    if not outside_places:
         return []
-    name, recorded = f"{manifest.generation:08d}", {place.recorded for place in outside}
-    inside = [path for path in (*search, *(place.path for place in places)) if path not in recorded]
-    inside = [path for path in inside if holds_part(path, manifest)]
-    snaps = [path / SNAPSHOT_FOLDER / name for path in inside]
-    return [place for place in outside if _has_unique_file(place.path / SNAPSHOT_FOLDER / name, snaps)]
+    name, recorded_paths = f"{manifest.generation:08d}", {place.recorded for place in outside_places}
+    paths = [path for path in (*search, *(place.path for place in places)) if path not in recorded_paths]
+    paths = [path for path in paths if holds_part(path, manifest)]
+    folders = [path / SNAPSHOT_FOLDER / name for path in paths]
+    return [place for place in outside_places if _has_unique_file(place.path / SNAPSHOT_FOLDER / name, folders)]
 
 
-def _has_unique_file(snap: Path, others: Sequence[Path]) -> bool:
+def _has_unique_file(snap: Path, other_folders: Sequence[Path]) -> bool:
     """Return whether a folder contains a block file that none of the other folders contains as a regular file."""
     files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
-    places = ([other / file.relative_to(snap) for other in others] for file in files)
-    return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in each) for each in places)
+    places = ([other / file.relative_to(snap) for other in other_folders] for file in files)
+    return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in paths) for paths in places)
 
 
 def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
@@ -121,38 +121,38 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
     A single missing file in an existing folder is not included, because the generation's reader reports it.
     """
     name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
-    known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
-    if all(holds_part(drive, manifest) for drive in known):
+    drive_paths = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
+    if all(holds_part(drive, manifest) for drive in drive_paths):
         return {}  # checking each block would be slow with thousands of checkpoints
-    moved = {place.recorded: place.path for place in drives}
-    missing: dict[Path, dict[str, None]] = {}
+    moved_paths = {place.recorded: place.path for place in drives}
+    lost_keys: dict[Path, dict[str, None]] = {}
     paths = [path for path in (*search, *(place.path for place in drives)) if holds_part(path, manifest)]
-    nearby = {place.nearby: place.path for place in drives}
+    nearby_paths = {place.nearby: place.path for place in drives}
     for block in manifest.blocks:
         depth = block.key.count("/")
-        named = Path(os.path.normpath(folder / block.location))
-        drive = named.parents[depth + 2]
-        drive = nearby.get(drive, drive)
-        named = drive / SNAPSHOT_FOLDER / name / block.key
-        places = [named, *(path / SNAPSHOT_FOLDER / name / block.key for path in paths)]
+        array_folder = Path(os.path.normpath(folder / block.location))
+        drive = array_folder.parents[depth + 2]
+        drive = nearby_paths.get(drive, drive)
+        array_folder = drive / SNAPSHOT_FOLDER / name / block.key
+        places = [array_folder, *(path / SNAPSHOT_FOLDER / name / block.key for path in paths)]
         if (num_files := _count_files(block, places)) is None:
-            missing.setdefault(drive, {})[block.key] = None
+            lost_keys.setdefault(drive, {})[block.key] = None
             continue
-        for number in range(num_files):
+        for index in range(num_files):
             # ``os.path`` raises no errors, so a failed or unreadable drive counts as lost.
-            if not any(os.path.exists(place / "c" / str(number)) for place in places):
-                lay = _recorded_drive(named / "c" / str(number), depth)
-                missing.setdefault(moved.get(lay, lay), {})[block.key] = None
+            if not any(os.path.exists(place / "c" / str(index)) for place in places):
+                recorded_drive = _recorded_drive(array_folder / "c" / str(index), depth)
+                lost_keys.setdefault(moved_paths.get(recorded_drive, recorded_drive), {})[block.key] = None
     return {
-        drive: tuple(keys) for drive, keys in missing.items() if drive != folder and not holds_part(drive, manifest)
+        drive: tuple(keys) for drive, keys in lost_keys.items() if drive != folder and not holds_part(drive, manifest)
     }
 
 
 def _drives_of_locations(manifest: Manifest, folder: Path, name: str) -> set[str]:
     """Return the drives of blocks whose tier has no recorded paths, derived from the locations of these blocks."""
     blocks = [block for block in manifest.blocks if block.home not in manifest.paths]
-    above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in blocks}
-    return {os.path.normpath(os.path.join(folder, place)) for place in above}
+    prefixes = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in blocks}
+    return {os.path.normpath(os.path.join(folder, prefix)) for prefix in prefixes}
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
@@ -163,17 +163,17 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
     """
     root = Path(os.path.abspath(output_dir))
     folder = root / CHECKPOINTS_NAME
-    found = Counter[Path]()
-    for own in [folder, *sorted(folder.glob("rank*"))]:
+    drive_bytes = Counter[Path]()
+    for store_dir in [folder, *sorted(folder.glob("rank*"))]:
         # With several ranks, each rank has a separate folder on every drive.
-        inside = "" if own == folder else own.name
-        store = read_note(own / _STORE_NAME).get("id")
-        named = [path.parent if inside and path.name == inside else path for path in _paths_of_tiers(own)]
-        for path in dict.fromkeys([*drives, *drives_of_config(root), *named]):
-            nbytes = sum(_chunk_sizes(path / inside / SNAPSHOT_FOLDER, store).values()) if store is not None else 0
+        rank = "" if store_dir == folder else store_dir.name
+        store = read_note(store_dir / _STORE_NAME).get("id")
+        paths = [path.parent if rank and path.name == rank else path for path in _paths_of_tiers(store_dir)]
+        for path in dict.fromkeys([*drives, *drives_of_config(root), *paths]):
+            nbytes = sum(_chunk_sizes(path / rank / SNAPSHOT_FOLDER, store).values()) if store is not None else 0
             if nbytes:
-                found[path] += nbytes
-    return dict(found)
+                drive_bytes[path] += nbytes
+    return dict(drive_bytes)
 
 
 def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
@@ -183,19 +183,21 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
         drive_bytes: Planned bytes per checkpoint that stay on drives.
     """
     drives = spec.drives
-    found = bytes_on_drives(spec.output_dir, drives)
+    used_bytes = bytes_on_drives(spec.output_dir, drives)
     lines = []
     if drive_bytes and spec.table.is_on:
         names = _quote_paths(drives)
-        now = sum(found.get(path, 0) for path in drives)
-        share = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(now)})"
-        lines.append(f"{share}: deleting that folder destroys them. {_advice(spec)}")
-    elif any(path in found for path in drives):
-        there = [path for path in drives if path in found]
-        nbytes = format_size(sum(found[path] for path in there))
-        lines.append(f"{nbytes} of this run's checkpoints are in {_quote_paths(there)}: deleting that destroys them")
-    others = {path: nbytes for path, nbytes in found.items() if path not in drives}
-    lines += [f"{format_size(size)} of this run's earlier checkpoints are in '{path}'" for path, size in others.items()]
+        current_bytes = sum(used_bytes.get(path, 0) for path in drives)
+        text = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(current_bytes)})"
+        lines.append(f"{text}: deleting that folder destroys them. {_advice(spec)}")
+    elif any(path in used_bytes for path in drives):
+        paths = [path for path in drives if path in used_bytes]
+        nbytes = format_size(sum(used_bytes[path] for path in paths))
+        lines.append(f"{nbytes} of this run's checkpoints are in {_quote_paths(paths)}: deleting that destroys them")
+    old_bytes = {path: nbytes for path, nbytes in used_bytes.items() if path not in drives}
+    lines += [
+        f"{format_size(size)} of this run's earlier checkpoints are in '{path}'" for path, size in old_bytes.items()
+    ]
     return lines
 
 
@@ -203,8 +205,8 @@ def _advice(spec: CheckpointSpec) -> str:
     rule = spec.table.save_copy
     if rule is False:
         return "checkpoint.save_copy = true keeps whole copies in output_dir"
-    which = {True: "every checkpoint", "last": "the last checkpoint"}.get(rule, f"every {rule}th checkpoint")
-    return f"A whole copy of {which} goes to '{spec.output_dir / COPIES_NAME}'"
+    subject = {True: "every checkpoint", "last": "the last checkpoint"}.get(rule, f"every {rule}th checkpoint")
+    return f"A whole copy of {subject} goes to '{spec.output_dir / COPIES_NAME}'"
 
 
 def _quote_paths(paths: Sequence[Path]) -> str:
@@ -213,7 +215,7 @@ def _quote_paths(paths: Sequence[Path]) -> str:
 
 def refused_drives(output_dir: Path | str) -> list[str]:
     """Return the reasons why a run would refuse the drive folders of its last config. Empty if it accepts all."""
-    found = []
+    reasons = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:
             if not os.listdir(path) or _ATTRIBUTES_KEY in read_note(path / "zarr.json").get("attributes", {}):
@@ -225,8 +227,8 @@ def refused_drives(output_dir: Path | str) -> list[str]:
         try:
             check_claimable(path)
         except TieredError as error:
-            found.append(str(error))
-    return found
+            reasons.append(str(error))
+    return reasons
 
 
 def _paths_of_tiers(directory: Path) -> Iterator[Path]:
@@ -236,13 +238,13 @@ def _paths_of_tiers(directory: Path) -> Iterator[Path]:
             yield from (place.path for place in drive_places(read_manifest(directory, generation), directory))
 
 
-def _chunk_sizes(snap: Path, store: object) -> dict[int, int]:
+def _chunk_sizes(root: Path, store: object) -> dict[int, int]:
     """Return the bytes that each chunk file of a store occupies, by inode. A live run may remove files meanwhile."""
     sizes: dict[int, int] = {}
-    for name in os.listdir(snap) if os.path.isdir(snap) else ():
-        if not is_number(name) or read_note(snap / name / OWNER_NAME).get("id") != store:
+    for name in os.listdir(root) if os.path.isdir(root) else ():
+        if not is_number(name) or read_note(root / name / OWNER_NAME).get("id") != store:
             continue
-        for place, _, files in os.walk(snap / name):
+        for place, _, files in os.walk(root / name):
             for file in files if os.path.basename(place) == "c" else ():
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(os.path.join(place, file))
@@ -280,10 +282,10 @@ def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
     """
     try:
         values = tomllib.loads((output_dir / RESOLVED_NAME).read_text(encoding="utf-8"))
-        recorded = [Path(table["path"]) for table in values["tiers"]["nvme"]]
-        before = values.get("output_dir", output_dir)
-        nearby = [Path(os.path.normpath(output_dir / os.path.relpath(path, before))) for path in recorded]
+        paths = [Path(table["path"]) for table in values["tiers"]["nvme"]]
+        old_dir = values.get("output_dir", output_dir)
+        nearby_paths = [Path(os.path.normpath(output_dir / os.path.relpath(path, old_dir))) for path in paths]
     except (OSError, ValueError, KeyError, TypeError):
         return ()
-    pairs = zip(nearby, recorded, strict=True)
+    pairs = zip(nearby_paths, paths, strict=True)
     return tuple(near if os.path.isdir(near) or not os.path.isdir(path) else path for near, path in pairs)

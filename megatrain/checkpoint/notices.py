@@ -30,24 +30,24 @@ class LostPartsNotice:
     @classmethod
     def among(cls, entries: Iterable[InventoryEntry]) -> LostPartsNotice | None:
         """Return a message about the checkpoints that have lost parts, or None if all are complete."""
-        gone = [each for each in entries if each.is_gone]
-        if not gone:
+        lost_entries = [entry for entry in entries if entry.is_gone]
+        if not lost_entries:
             return None
-        steps = tuple(sorted({step for each in gone if (step := each.checkpoint.step) is not None}))
-        parts = [part for each in gone for part in each.lost]
+        steps = tuple(sorted({step for entry in lost_entries if (step := entry.checkpoint.step) is not None}))
+        parts = [part for entry in lost_entries for part in entry.lost]
         return cls(steps, tuple(dict.fromkeys(part.place for part in parts)), not all(part.is_there for part in parts))
 
     def __str__(self) -> str:
         verb = "is" if len(self.steps) == 1 else "are"
-        them = "it" if verb == "is" else "them"
-        return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
+        pronoun = "it" if verb == "is" else "them"
+        return f"the {_of_steps(self.steps)} {verb} gone: parts of {pronoun} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
         """Return advice for a run without usable checkpoints. It suggests removal only if no part's folder is gone."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.has_missing_folder:
-            back = "Restore that folder (mount its drive, restore a backup) and run again"
-            return f"{back}. {copy}. To start from scratch, name another output_dir"
+            advice = "Restore that folder (mount its drive, restore a backup) and run again"
+            return f"{advice}. {copy}. To start from scratch, name another output_dir"
         return (
             f"Restore a backup and run again. {copy}. Or give up what was trained: megatrain-tier ckpt rm {output_dir} "
             "--all, then run again"
@@ -55,18 +55,18 @@ class LostPartsNotice:
 
 
 def _of_steps(steps: Sequence[int]) -> str:
-    what = "checkpoint of step" if len(steps) == 1 else "checkpoints of steps"
-    return f"{what} {', '.join(map(str, steps))}"
+    label = "checkpoint of step" if len(steps) == 1 else "checkpoints of steps"
+    return f"{label} {', '.join(map(str, steps))}"
 
 
 def moved_run_notices(entries: Iterable[InventoryEntry]) -> list[str]:
     """Return a notice for each drive that contains checkpoint parts but was not copied or moved with the run."""
-    found: dict[DrivePlace, set[int]] = {}
-    for each in entries:
-        for drive in each.outside:
-            found.setdefault(drive, set()).add(each.checkpoint.step or 0)
+    steps_by_drive: dict[DrivePlace, set[int]] = {}
+    for entry in entries:
+        for drive in entry.outside:
+            steps_by_drive.setdefault(drive, set()).add(entry.checkpoint.step or 0)
     return [
         "warning: this run was copied or moved without all of its drives. Parts of the "
         f"{_of_steps(sorted(steps))} are read from '{drive.recorded}', because '{drive.nearby}' does not hold them"
-        for drive, steps in found.items()
+        for drive, steps in steps_by_drive.items()
     ]

@@ -134,10 +134,10 @@ class ObjectFolder:
             file.close()
 
     @staticmethod
-    def run_parallel(act: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Call ``act`` with each item on ``NUM_WORKERS`` threads. After an error, start no further call."""
+    def run_parallel(function: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Call ``function`` with each item on ``NUM_WORKERS`` threads. After an error, start no further call."""
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="checkpoint-objects") as workers:
-            futures = [workers.submit(act, item) for item in items]
+            futures = [workers.submit(function, item) for item in items]
             try:
                 for future in futures:
                     future.result()
@@ -152,17 +152,17 @@ class ObjectFolder:
         return f"checkpoint.save_copy: '{self.url}'"
 
     @contextlib.contextmanager
-    def _explain_errors(self, what: str) -> Iterator[None]:
+    def _explain_errors(self, problem: str) -> Iterator[None]:
         try:
             yield
         except (RemoteError, TieredError, CopyCancelledError):
             raise
         except Exception as error:  # fsspec file systems and their clients raise errors of any type
-            raise self._error(what, error) from error
+            raise self._error(problem, error) from error
 
-    def _error(self, what: str, error: Exception) -> RemoteError:
+    def _error(self, problem: str, error: Exception) -> RemoteError:
         text = _mask_secrets(str(error) or type(error).__name__).rstrip(".")
-        names = [each.__name__ for each in type(error).__mro__]
+        names = [base.__name__ for base in type(error).__mro__]
         is_anonymous = "NoCredentialsError" in names or "locate credentials" in text
         if is_anonymous or "PartialCredentialsError" in names or "DefaultCredentialsError" in names:
             text += (
@@ -173,7 +173,7 @@ class ObjectFolder:
             text += ". These credentials lack permission: they need the right to list, read, write and delete there"
         elif isinstance(error, FileNotFoundError):
             text += ". Is the name of the bucket right? The bucket must exist"
-        return RemoteError(f"{self.title}: {what}: {text}")
+        return RemoteError(f"{self.title}: {problem}: {text}")
 
 
 def _mask_secrets(text: str) -> str:

@@ -41,10 +41,10 @@ class CheckpointReader:
         search = drives_of_config(checkpoint.folder.parent)
         self.blocks: dict[str, BlockRecord] = whole_blocks(checkpoint, read_manifests(checkpoint))
         self._readers: list[GenerationReader] = []
-        for rank, each in enumerate(checkpoint.ranks):
-            own = [path / each.path for path in search]
+        for rank, part in enumerate(checkpoint.ranks):
+            paths = [path / part.path for path in search]
             with checkpoint.add_rank_to_errors(rank):
-                self._readers.append(GenerationReader(checkpoint.folder / each.path, each.generation, own))
+                self._readers.append(GenerationReader(checkpoint.folder / part.path, part.generation, paths))
 
     def spec(self, key: str) -> BlockSpec:
         """Return the spec of a whole block."""
@@ -83,10 +83,10 @@ class CheckpointReader:
         length = self._shard_bytes(key)
         parts: list[torch.Tensor] = []
         for rank, reader in enumerate(self._readers):
-            first, last = max(start, rank * length), min(stop, (rank + 1) * length)
-            if first < last:
+            begin, end = max(start, rank * length), min(stop, (rank + 1) * length)
+            if begin < end:
                 with self.checkpoint.add_rank_to_errors(rank):
-                    parts.append(reader.read_range(key, first - rank * length, last - rank * length))
+                    parts.append(reader.read_range(key, begin - rank * length, end - rank * length))
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
 
     def _shard_bytes(self, key: str) -> int:

@@ -100,30 +100,30 @@ class RemoteCopier:
         self._spec, self._on_message, self._rank, self._gather = spec, on_message, rank, gather
         self._source = spec.output_dir / CHECKPOINTS_NAME
         self._url = spec.table.copy_url
-        own: tuple[list[RemoteCheckpoint], list[Checkpoint]] | CheckpointError | None = None
+        listing: tuple[list[RemoteCheckpoint], list[Checkpoint]] | CheckpointError | None = None
         try:
             self._remote = RemoteFolder(self._url)
             if rank == 0:
-                own = self._remote.checkpoints(), read_checkpoints(self._source, ignore_damage)
+                listing = self._remote.checkpoints(), read_checkpoints(self._source, ignore_damage)
         except CheckpointError as error:
-            own = error
-        gathered = gather(own)
-        for each in gathered:
+            listing = error
+        listings = gather(listing)
+        for each in listings:
             if isinstance(each, CheckpointError):
                 raise CheckpointError(str(each))
-        there, saved = gathered[0]
-        newest = max((each.checkpoint.order_key for each in there), default=(0, ""))
-        self.remote_save_number = newest[0]
-        self._size, self._number = len(gathered), max((each.number for each in there), default=0)
-        self._copied = {each.checkpoint.identity for each in there}
-        self._queue = [each for each in saved if each.order_key > newest]
+        copies, checkpoints = listings[0]
+        newest_key = max((each.checkpoint.order_key for each in copies), default=(0, ""))
+        self.remote_save_number = newest_key[0]
+        self._size, self._number = len(listings), max((each.number for each in copies), default=0)
+        self._copied_ids = {each.checkpoint.identity for each in copies}
+        self._queue = [each for each in checkpoints if each.order_key > newest_key]
         self._try: _UploadTry | None = None
         self._has_reported_waiting = False
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Queue a checkpoint for upload unless the URL has it. Unlike local copies, every checkpoint is copied."""
-        waiting = [each.identity for each in self._uncopied]
-        if checkpoint.identity not in self._copied and checkpoint.identity not in waiting:
+        identities = [each.identity for each in self._pending]
+        if checkpoint.identity not in self._copied_ids and checkpoint.identity not in identities:
             self._queue.append(checkpoint)
         self.poll()
 
@@ -137,33 +137,33 @@ class RemoteCopier:
             self._start_next()
             return
         job, future = self._try.job, self._try.future
-        gathered = self._gather(future.result() if future.done() else None)
-        if any(each is None for each in gathered):
+        outcomes = self._gather(future.result() if future.done() else None)
+        if any(each is None for each in outcomes):
             return
-        worst = max(gathered, key=lambda each: (each.verdict, each.text))
-        if worst.verdict is not _UploadVerdict.DONE:
-            self._fail(job, worst.verdict, worst.text)
+        worst_outcome = max(outcomes, key=lambda each: (each.verdict, each.text))
+        if worst_outcome.verdict is not _UploadVerdict.DONE:
+            self._fail(job, worst_outcome.verdict, worst_outcome.text)
         elif not job.parts:
-            parts = sorted((part for each in gathered for part in each.parts), key=lambda part: part.path)
+            parts = sorted((part for each in outcomes for part in each.parts), key=lambda part: part.path)
             self._start_try(replace(job, parts=tuple(parts), num_failed=0))
         else:
-            self._complete(job, worst.text)
+            self._complete(job, worst_outcome.text)
 
-    def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
+    def wait_until_prunable(self, checkpoints: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until every checkpoint that the next commit prunes has been copied.
 
         If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, so that the newest
         steps can be saved.
         """
-        going = [each.identity for each in outgoing]
-        while any(each.identity in going for each in self._uncopied):
+        identities = [each.identity for each in checkpoints]
+        while any(each.identity in identities for each in self._pending):
             is_stopping = any(self._gather(should_stop()))
             if is_stopping and self._try is not None and self._try.job.num_failed:
-                self._give_up(going)
+                self._give_up(identities)
                 return
             if not self._has_reported_waiting:
                 self._has_reported_waiting = True
-                step = next(each.step for each in self._uncopied if each.identity in going)
+                step = next(each.step for each in self._pending if each.identity in identities)
                 self._on_message(
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "
                     "yet. Save less often, or keep more: checkpoint.save_total_limit"
@@ -179,7 +179,7 @@ class RemoteCopier:
         if self._try is None:
             self._start_next()
         if self._try is not None:
-            steps = ", ".join(str(each.step) for each in self._uncopied)
+            steps = ", ".join(str(each.step) for each in self._pending)
             self._on_message(f"copying the checkpoint of step {steps} to '{self._url}'")
         while self._try is not None:
             job = self._try.job
@@ -198,7 +198,7 @@ class RemoteCopier:
     # -- the steps of a copy -----------------------------------------------------------------------------------------
 
     @property
-    def _uncopied(self) -> list[Checkpoint]:
+    def _pending(self) -> list[Checkpoint]:
         """Checkpoints whose upload is in progress or queued."""
         return [*([] if self._try is None else [self._try.job.checkpoint]), *self._queue]
 
@@ -208,12 +208,12 @@ class RemoteCopier:
         self._start_try(_UploadJob(self._queue.pop(0), self._number + 1, Upload(self._remote, Throttle())))
 
     def _start_try(self, job: _UploadJob, delay_s: float = 0.0) -> None:
-        act = partial(self._run, job, delay_s)
-        self._try = _UploadTry(job, run_on_thread(act, "checkpoint-upload", is_daemon=True))
+        task = partial(self._run, job, delay_s)
+        self._try = _UploadTry(job, run_on_thread(task, "checkpoint-upload", is_daemon=True))
 
     def _complete(self, job: _UploadJob, notice: str) -> None:
         self._try = None
-        self._copied.add(job.checkpoint.identity)
+        self._copied_ids.add(job.checkpoint.identity)
         self._number = job.number
         size, seconds = format_size(job.copy.nbytes), time.perf_counter() - job.start_s
         self._on_message(
@@ -242,12 +242,12 @@ class RemoteCopier:
         )
         self._start_try(replace(job, num_failed=job.num_failed + 1), delay_s)
 
-    def _give_up(self, going: Sequence[tuple[int | None, str]]) -> None:
-        lost = [each for each in self._uncopied if each.identity in going]
-        if self._try is not None and self._try.job.checkpoint in lost:
+    def _give_up(self, identities: Sequence[tuple[int | None, str]]) -> None:
+        skipped_checkpoints = [each for each in self._pending if each.identity in identities]
+        if self._try is not None and self._try.job.checkpoint in skipped_checkpoints:
             self._cancel()
-        self._queue = [each for each in self._queue if each not in lost]
-        steps = ", ".join(str(each.step) for each in lost)
+        self._queue = [each for each in self._queue if each not in skipped_checkpoints]
+        steps = ", ".join(str(each.step) for each in skipped_checkpoints)
         self._on_message(
             f"stopping: '{self._url}' is out of reach, so the checkpoint of step {steps} is replaced by the last one "
             "without having been copied"
@@ -274,8 +274,8 @@ class RemoteCopier:
             job.upload.throttle.delay(delay_s)
             if not job.parts:
                 # If the run that saved the checkpoint had more ranks, each rank may have to send several parts.
-                own = range(self._rank, job.checkpoint.world, self._size)
-                return _UploadOutcome(_UploadVerdict.DONE, parts=tuple(self._send(job, part) for part in own))
+                rank_indices = range(self._rank, job.checkpoint.world, self._size)
+                return _UploadOutcome(_UploadVerdict.DONE, parts=tuple(self._send(job, part) for part in rank_indices))
             return _UploadOutcome(_UploadVerdict.DONE, self._commit(job.copy) if self._rank == 0 else "")
         except CopyCancelledError:
             return _UploadOutcome(_UploadVerdict.DONE)
@@ -286,11 +286,11 @@ class RemoteCopier:
         except Exception as error:
             return _UploadOutcome(_UploadVerdict.FAILED, str(error))
 
-    def _send(self, job: _UploadJob, number: int) -> RemotePart:
-        rank = job.checkpoint.ranks[number]
+    def _send(self, job: _UploadJob, rank_index: int) -> RemotePart:
+        rank = job.checkpoint.ranks[rank_index]
         drives = [path / rank.path for path in self._spec.drives]
         reader = GenerationReader(self._source / rank.path, rank.generation, drives)
-        run_files = find_run_files(self._spec.output_dir) if number == 0 else {}
+        run_files = find_run_files(self._spec.output_dir) if rank_index == 0 else {}
         return job.upload.send(reader, job.copy.name, rank.path, run_files)
 
     def _commit(self, copy: RemoteCheckpoint) -> str:

@@ -35,8 +35,8 @@ __all__ = [
     "RemoteCheckpoint",
     "RemoteFolder",
     "RemotePart",
-    "UrlInventory",
     "UrlInUseError",
+    "UrlInventory",
     "settings_at_url",
 ]
 
@@ -112,16 +112,16 @@ class RemoteFolder:
             UrlInUseError: Another run owns the URL.
             RemoteError: The URL cannot be read or written.
         """
-        path, own = output_dir / IDENTITY_NAME, None
+        path, local_id = output_dir / IDENTITY_NAME, None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            own = str(json.loads(path.read_bytes())["run"])
+            local_id = str(json.loads(path.read_bytes())["run"])
         text = self.objects.read(RUN_NAME)
         try:
-            there = None if text is None else str(json.loads(text)["run"])
+            remote_id = None if text is None else str(json.loads(text)["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise RemoteError(f"{self.objects.title} has a {RUN_NAME} that cannot be read: use another URL") from error
-        run = (is_empty and there) or own or uuid.uuid4().hex
-        if there not in (None, run) and self.checkpoints():
+        run = (is_empty and remote_id) or local_id or uuid.uuid4().hex
+        if remote_id not in (None, run) and self.checkpoints():
             raise UrlInUseError(
                 f"{self.objects.title} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, "
                 "to continue that run, an empty output_dir"
@@ -138,8 +138,8 @@ class RemoteFolder:
         Raises:
             RemoteError: The URL cannot be read.
         """
-        found = (self._checkpoint(name) for name in sorted(self._folders(), reverse=True))
-        return [each for each in found if each is not None]
+        copies = (self._checkpoint(name) for name in sorted(self._folders(), reverse=True))
+        return [copy for copy in copies if copy is not None]
 
     def _folders(self) -> list[str]:
         return [name for name in self.objects.list_folders() if _FOLDER.fullmatch(name)]
@@ -165,8 +165,8 @@ class RemoteFolder:
                 return None
             ranks = tuple(RankGeneration(part.path, part.generation) for part in parts)
             # The folder's name marks the checkpoint as a copy.
-            copied = Checkpoint(Path(COPIES_NAME), number, ranks, meta, lanes, elements)
-            return RemoteCheckpoint(number, step, parts, copied)
+            checkpoint = Checkpoint(Path(COPIES_NAME), number, ranks, meta, lanes, elements)
+            return RemoteCheckpoint(number, step, parts, checkpoint)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
@@ -182,43 +182,43 @@ class RemoteFolder:
         nbytes = sum(size for size, _ in sums.values())
         return RemotePart(path, generation, len(sums), nbytes, hashlib.sha256(text).hexdigest())
 
-    def commit(self, made: RemoteCheckpoint) -> None:
+    def commit(self, copy: RemoteCheckpoint) -> None:
         """Complete a copy by writing its document. Call this after ``seal_part`` for all parts.
 
         Raises:
             UrlInUseError: Another process has made a copy in the meantime.
             RemoteError: The document cannot be written.
         """
-        others = [each for each in self.checkpoints() if each.number >= made.number]
-        if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
+        other_copies = [each for each in self.checkpoints() if each.number >= copy.number]
+        if [(each.number, each.parts) for each in other_copies] == [(copy.number, copy.parts)]:
             return  # an earlier try wrote the document, but the response was lost
-        if others:
+        if other_copies:
             raise UrlInUseError(
-                f"{self.objects.title} received copy {others[0].number} from another process meanwhile: two runs share "
-                "it. End one of them, or name another URL in checkpoint.save_copy"
+                f"{self.objects.title} received copy {other_copies[0].number} from another process meanwhile: two runs "
+                "share it. End one of them, or name another URL in checkpoint.save_copy"
             )
         body = {
-            "parts": [asdict(part) for part in made.parts],
-            "meta": dict(made.checkpoint.meta),
-            "lanes": made.checkpoint.lanes,
-            "elements": dict(made.checkpoint.elements),
+            "parts": [asdict(part) for part in copy.parts],
+            "meta": dict(copy.checkpoint.meta),
+            "lanes": copy.checkpoint.lanes,
+            "elements": dict(copy.checkpoint.elements),
         }
         document = {"format": REMOTE_FORMAT, "sha256": _body_sha256(body), "body": body}
-        self.objects.write(f"{made.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
-        if self._checkpoint(made.name) is None:
-            raise DamagedError(f"{self.objects.title}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
+        self.objects.write(f"{copy.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
+        if self._checkpoint(copy.name) is None:
+            raise DamagedError(f"{self.objects.title}: '{copy.name}/{CHECKPOINT_NAME}' differs from the sent one")
 
-    def prune(self, keep: int, best_step: int | None) -> None:
-        """Remove older and incomplete copies. Keep the newest ``keep`` copies and the copy of ``best_step``.
+    def prune(self, num_kept: int, best_step: int | None) -> None:
+        """Remove older and incomplete copies. Keep the newest ``num_kept`` copies and the copy of ``best_step``.
 
         Only folders older than the newest copy are removed. Raises ``RemoteError``. Repeat the call to resume an
         interrupted removal.
         """
-        whole = self.checkpoints()
-        stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
-        stay += [each.name for each in whole if each.step == best_step][:1]
+        copies = self.checkpoints()
+        kept_names = [each.name for each in [each for each in copies if each.step != best_step][:num_kept]]
+        kept_names += [each.name for each in copies if each.step == best_step][:1]
         for name in sorted(self._folders()):
-            if name not in stay and whole and int(name[:8]) < whole[0].number:
+            if name not in kept_names and copies and int(name[:8]) < copies[0].number:
                 self.objects.remove_folder(name, CHECKPOINT_NAME)
 
     def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
@@ -230,14 +230,14 @@ class RemoteFolder:
                 yield str(error)
                 continue
             for name, (nbytes, expected) in objects.items():
-                where = "/".join(filter(None, (checkpoint.name, part.path, name)))
+                full_name = "/".join(filter(None, (checkpoint.name, part.path, name)))
                 try:
-                    found = self.objects.sha256(where, nbytes)
+                    digest = self.objects.sha256(full_name, nbytes)
                 except DamagedError as error:
                     yield str(error)
                     continue
-                if found != expected:
-                    yield f"'{self.url}/{where}': its SHA-256 is {found}, but was {expected}"
+                if digest != expected:
+                    yield f"'{self.url}/{full_name}': its SHA-256 is {digest}, but was {expected}"
 
     def list_objects(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
         """Return the objects of a rank's part: size and SHA-256 by name."""
@@ -245,17 +245,17 @@ class RemoteFolder:
         text = self.objects.read(path)
         if text is None or hashlib.sha256(text).hexdigest() != part.sha256:
             raise DamagedError(f"'{self.url}/{path}' is {'missing' if text is None else 'damaged'}")
-        found: dict[str, tuple[int, str]] = {}
+        objects: dict[str, tuple[int, str]] = {}
         try:
-            for name, (nbytes, sum_) in json.loads(text)["objects"].items():
+            for name, (nbytes, digest) in json.loads(text)["objects"].items():
                 if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                     raise DamagedError(f"'{self.url}/{path}' names {name!r}, which would lie outside of the checkpoint")
-                if not _is_count(nbytes) or not isinstance(sum_, str):
-                    raise TypeError(f"{name!r} has the size {nbytes!r:.40} and the checksum {sum_!r:.80}")
-                found[name] = (nbytes, sum_)
+                if not _is_count(nbytes) or not isinstance(digest, str):
+                    raise TypeError(f"{name!r} has the size {nbytes!r:.40} and the checksum {digest!r:.80}")
+                objects[name] = (nbytes, digest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"'{self.url}/{path}' is invalid: {type(error).__name__}: {error}") from error
-        return found
+        return objects
 
 
 def _parse_part(values: Mapping[str, Any]) -> RemotePart:
@@ -277,8 +277,8 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
 
 def settings_at_url(url: str) -> DecidedSettings | None:
     """Return the settings of the newest copy with a readable config, or None without one. Raises ``RemoteError``."""
-    found = (DecidedSettings.of_meta(each.checkpoint.meta) for each in RemoteFolder(url).checkpoints())
-    return next((rules for rules in found if rules is not None), None)
+    all_settings = (DecidedSettings.of_meta(copy.checkpoint.meta) for copy in RemoteFolder(url).checkpoints())
+    return next((settings for settings in all_settings if settings is not None), None)
 
 
 class UrlInventory:
@@ -304,11 +304,11 @@ class UrlInventory:
         Raises:
             RemoteError: The URL has no copy, or no copy of this step.
         """
-        found = [pair for pair in zip(self.entries, self._copies, strict=True) if step in (None, pair[1].step)]
-        if not found:
+        pairs = [pair for pair in zip(self.entries, self._copies, strict=True) if step in (None, pair[1].step)]
+        if not pairs:
             steps = ", ".join(str(copy.step) for copy in self._copies) or "none"
             raise RemoteError(f"'{self._url}' holds no copy of this step. Its steps: {steps}")
-        for entry, copy in found:
+        for entry, copy in pairs:
             yield entry, list(self._folder.problems(copy))
 
     def notices(self, entries: Iterable[InventoryEntry]) -> list[str]:

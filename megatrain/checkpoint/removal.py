@@ -30,26 +30,26 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
     """
     folder, key = checkpoint.folder, (checkpoint.folder, checkpoint.ranks)
     check_not_in_use(folder)
-    known = {(each.checkpoint.folder, each.checkpoint.ranks): each for each in RunInventory(run).entries}
-    if key not in known:
+    entries = {(each.checkpoint.folder, each.checkpoint.ranks): each for each in RunInventory(run).entries}
+    if key not in entries:
         raise CheckpointError(f"'{folder}' holds no generation {checkpoint.number}")
-    removed = known.pop(key)
-    if removed.problem is None and all(each.problem is not None for each in known.values()) and not force:
+    entry = entries.pop(key)
+    if entry.problem is None and all(each.problem is not None for each in entries.values()) and not force:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is the only one in '{folder}' that can be used. Remove it with "
             "--all"
         )
     forget_checkpoint(checkpoint)
-    return removed.nbytes
+    return entry.nbytes
 
 
 def check_not_in_use(folder: Path) -> None:
     """Raise ``CheckpointError`` if a live run uses the folder of checkpoints or its parent ``output_dir``."""
-    for place in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
-        owner = find_owner(place)
+    for path in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
+        owner = find_owner(path)
         if owner is not None:
             raise CheckpointError(
-                f"'{place}' is in use by {owner.text}: nothing was removed. Stop that run first: megatrain-tier stop"
+                f"'{path}' is in use by {owner.text}: nothing was removed. Stop that run first: megatrain-tier stop"
             )
 
 
@@ -61,13 +61,13 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
         OSError: A file cannot be removed.
     """
     folder = checkpoint.folder
-    left = [each for each in read_checkpoints(folder) if each.ranks != checkpoint.ranks]
+    remaining_checkpoints = [other for other in read_checkpoints(folder) if other.ranks != checkpoint.ranks]
     if checkpoint.is_listed:
-        write_document(folder, [each for each in left if each.is_listed])
-    named = _named_generations(left)
+        write_document(folder, [other for other in remaining_checkpoints if other.is_listed])
+    used_generations = _named_generations(remaining_checkpoints)
     for rank in checkpoint.ranks:
         directory = folder / rank.path
-        if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
+        if (rank.path, rank.generation) in used_generations or rank.generation not in list_generations(directory):
             continue
         # If the directory is a symbolic link, remove only a generation with the recorded checksum, because others may
         # belong to another run.
@@ -75,24 +75,24 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
             remove_generation(directory, rank.generation)
 
 
-def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
+def prune(folder: Path, kept_checkpoints: Sequence[Checkpoint], own_stores: Sequence[str]) -> None:
     """Remove generations that no kept checkpoint refers to. Skip this run's own stores, which prune themselves.
 
     Args:
-        own: Paths of this run's stores, as in ``RankGeneration``.
+        own_stores: Paths of this run's stores, as in ``RankGeneration``.
 
     Raises:
         GenerationError: The document cannot be read, so it is unknown which generations are in use.
         OSError: A file cannot be removed.
     """
     read_listed(folder)
-    named = _named_generations(stay)
+    used_generations = _named_generations(kept_checkpoints)
     for name in ["", *sorted(path.name for path in folder.glob(RANK_FOLDERS))]:
-        if name not in own:
+        if name not in own_stores:
             for generation in list_generations(folder / name):
-                if (name, generation) not in named:
+                if (name, generation) not in used_generations:
                     remove_generation(folder / name, generation)
 
 
 def _named_generations(checkpoints: Sequence[Checkpoint]) -> set[tuple[str, int]]:
-    return {(rank.path, rank.generation) for each in checkpoints for rank in each.ranks}
+    return {(rank.path, rank.generation) for checkpoint in checkpoints for rank in checkpoint.ranks}

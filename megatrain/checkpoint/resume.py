@@ -34,8 +34,8 @@ __all__ = [
     "NoSuchCheckpointError",
     "check_changes",
     "download_newest",
-    "settings_of_newest",
     "find_candidates",
+    "settings_of_newest",
 ]
 
 
@@ -90,26 +90,26 @@ def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoin
         CheckpointError: The folder contains checkpoints although the config forbids resuming, or the source has none.
     """
     source = spec.table.resume_from_checkpoint
-    found = _find_readable_in_run(spec.output_dir, spec.drives, on_notice)
+    entries = _find_readable_in_run(spec.output_dir, spec.drives, on_notice)
     if source == "no":
-        if found:
-            step = found[0].checkpoint.step
+        if entries:
+            step = entries[0].checkpoint.step
             raise CheckpointError(
                 f"'{spec.output_dir}' holds a run that was saved at step {step}, and "
                 'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, name another output_dir, or '
                 f"remove its checkpoints: megatrain-tier ckpt rm {spec.output_dir} --all"
             )
         return []
-    if found or source == "auto":
-        return _select_complete(found, spec.output_dir, on_notice)
-    other = Path(source)
-    if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
-        candidates = _select_complete(_find_readable_in_run(other, spec.drives, on_notice), other, on_notice)
+    if entries or source == "auto":
+        return _select_complete(entries, spec.output_dir, on_notice)
+    root = Path(source)
+    if any((root / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
+        candidates = _select_complete(_find_readable_in_run(root, spec.drives, on_notice), root, on_notice)
     else:  # the source is itself a folder of checkpoints
-        candidates = [each.checkpoint for each in _find_readable(other, spec.drives, on_notice)]
+        candidates = [entry.checkpoint for entry in _find_readable(root, spec.drives, on_notice)]
     if not candidates:
         raise NoSuchCheckpointError(
-            f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
+            f"checkpoint.resume_from_checkpoint: '{root}' holds no checkpoint. Name the output_dir of a run that saved"
         )
     return candidates
 
@@ -128,61 +128,61 @@ def download_newest(
     url = spec.table.copy_url
     assert url is not None
     folders = [spec.output_dir / name for name in (CHECKPOINTS_NAME, COPIES_NAME)]
-    own = [each for folder in folders for each in inspect_folder(folder, spec.drives, on_damage=ignore_damage)]
-    there = RemoteFolder(url)
-    usable = [each.checkpoint for each in own if each.problem is None]
-    there.claim(spec.output_dir, is_empty=not own)
-    newest = max((each.order_key for each in usable), default=(0, ""))
-    whole = there.checkpoints()
-    newer = [each for each in whole if each.checkpoint.order_key > newest]
-    if not newer:
+    entries = [each for folder in folders for each in inspect_folder(folder, spec.drives, on_damage=ignore_damage)]
+    remote_folder = RemoteFolder(url)
+    usable_checkpoints = [each.checkpoint for each in entries if each.problem is None]
+    remote_folder.claim(spec.output_dir, is_empty=not entries)
+    newest_key = max((each.order_key for each in usable_checkpoints), default=(0, ""))
+    copies = remote_folder.checkpoints()
+    newer_copies = [each for each in copies if each.checkpoint.order_key > newest_key]
+    if not newer_copies:
         shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # left by an interrupted download
         return
     if spec.table.resume_from_checkpoint == "no":
         raise RemoteError(
-            f"{there.objects.title} holds a run that was saved at step {newer[0].step}, and "
+            f"{remote_folder.objects.title} holds a run that was saved at step {newer_copies[0].step}, and "
             'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, or name another URL'
         )
-    check(replace(newer[0].checkpoint, folder=spec.output_dir / CHECKPOINTS_NAME))
+    check(replace(newer_copies[0].checkpoint, folder=spec.output_dir / CHECKPOINTS_NAME))
     problems: list[str] = []
-    for each in newer:
+    for each in newer_copies:
         try:
-            best = _find_best_copy(each, whole) if spec.table.load_best_model_at_end else None
-            for wanted in (best, each):
-                if wanted is not None and wanted.checkpoint.identity not in [each.identity for each in usable]:
-                    size = format_size(wanted.nbytes)
-                    on_message(f"downloading the checkpoint of step {wanted.step} from '{url}', {size}")
-                    fetch(there, wanted, spec.output_dir, spec.table.min_free_disk)
+            best = _find_best_copy(each, copies) if spec.table.load_best_model_at_end else None
+            for copy in (best, each):
+                if copy is not None and copy.checkpoint.identity not in [each.identity for each in usable_checkpoints]:
+                    size = format_size(copy.nbytes)
+                    on_message(f"downloading the checkpoint of step {copy.step} from '{url}', {size}")
+                    fetch(remote_folder, copy, spec.output_dir, spec.table.min_free_disk)
             return
         except DamagedError as error:
             problems.append(str(error))
             on_message(f"the copy of step {each.step} is skipped: {error}")
-    if not usable:
+    if not usable_checkpoints:
         raise RemoteError(
-            f"none of the {len(newer)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL to "
-            "start from scratch"
+            f"none of the {len(newer_copies)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL "
+            "to start from scratch"
         )
 
 
-def _find_best_copy(newest: RemoteCheckpoint, whole: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
+def _find_best_copy(newest: RemoteCheckpoint, copies: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
     best = newest.checkpoint.meta.get("best")
     step = best.get("step") if isinstance(best, Mapping) else None
-    return next((each for each in whole if each.step == step and each.number < newest.number), None)
+    return next((copy for copy in copies if copy.step == step and copy.number < newest.number), None)
 
 
 def settings_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | None:
     """Return the settings of the checkpoint from which a run would resume, or None if there is none."""
     if resume_from == "no":
         return None
-    other = [] if resume_from == "auto" else [Path(resume_from)]
-    for run in (output_dir, *other):
+    other_runs = [] if resume_from == "auto" else [Path(resume_from)]
+    for run in (output_dir, *other_runs):
         # Ignore errors, because the later load reports them.
-        own, copies, given = (
+        checkpoints, copies, folder_checkpoints = (
             read_checkpoints(folder, ignore_damage)[::-1] for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )
-        newest = next((each for each in (*merge_by_save(own, copies), *given) if each.meta), None)
-        if newest is not None and (rules := DecidedSettings.of_meta(newest.meta)) is not None:
-            return rules
+        newest = next((c for c in (*merge_by_save(checkpoints, copies), *folder_checkpoints) if c.meta), None)
+        if newest is not None and (settings := DecidedSettings.of_meta(newest.meta)) is not None:
+            return settings
     return None
 
 
@@ -195,31 +195,31 @@ def _find_readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: O
     with contextlib.suppress(UnreadableCheckpointsError):
         copies = _find_readable(output_dir / COPIES_NAME, drives, on_notice)
     try:
-        own = _find_readable(output_dir / CHECKPOINTS_NAME, drives, on_notice)
+        checkpoints = _find_readable(output_dir / CHECKPOINTS_NAME, drives, on_notice)
     except UnreadableCheckpointsError as error:
         if not copies:
             raise
         on_notice(str(error))
-        own = []
-    return merge_entries(own, copies)
+        checkpoints = []
+    return merge_entries(checkpoints, copies)
 
 
-def _select_complete(found: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
+def _select_complete(entries: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
     """Return the checkpoints that have all parts. Report incomplete checkpoints if the newest one is among them.
 
     Raises:
         LostCheckpointsError: No checkpoint has all parts.
     """
-    left = [each.checkpoint for each in found if not each.is_gone]
-    lost = LostPartsNotice.among(found)
-    if lost is None:
-        return left
-    if not left:
-        text = f"{lost}. {_describe_remains(output_dir)}. {lost.remedy(output_dir)}"
-        raise LostCheckpointsError(text, found[0].checkpoint)
-    if found[0].checkpoint is not left[0]:
-        on_notice(f"{lost}. This run continues from {left[0]} instead")
-    return left
+    complete_checkpoints = [entry.checkpoint for entry in entries if not entry.is_gone]
+    notice = LostPartsNotice.among(entries)
+    if notice is None:
+        return complete_checkpoints
+    if not complete_checkpoints:
+        text = f"{notice}. {_describe_remains(output_dir)}. {notice.remedy(output_dir)}"
+        raise LostCheckpointsError(text, entries[0].checkpoint)
+    if entries[0].checkpoint is not complete_checkpoints[0]:
+        on_notice(f"{notice}. This run continues from {complete_checkpoints[0]} instead")
+    return complete_checkpoints
 
 
 def _describe_remains(output_dir: Path) -> str:
@@ -247,28 +247,28 @@ def _find_readable(folder: Path, drives: Sequence[Path], on_notice: OnNotice) ->
 
     for notice in folder_notices(folder):
         on_notice(notice)
-    found: list[InventoryEntry] = []
-    for each in inspect_folder(folder, drives, on_damage=skip_damaged):
-        if each.problem is None or each.lost:
-            found.append(each)
-        elif each.is_foreign:
-            if not found:
-                raise CheckpointError(each.problem)
+    entries: list[InventoryEntry] = []
+    for entry in inspect_folder(folder, drives, on_damage=skip_damaged):
+        if entry.problem is None or entry.lost:
+            entries.append(entry)
+        elif entry.is_foreign:
+            if not entries:
+                raise CheckpointError(entry.problem)
         else:
-            problems.append(each.problem)
-            on_notice(f"a checkpoint is skipped: {each.problem}")
-    for notice in moved_run_notices(found):
+            problems.append(entry.problem)
+            on_notice(f"a checkpoint is skipped: {entry.problem}")
+    for notice in moved_run_notices(entries):
         on_notice(notice)
-    if not found and not problems and (problem := top_problem(folder)) is not None:
+    if not entries and not problems and (problem := top_problem(folder)) is not None:
         raise UnreadableCheckpointsError(
             f"{problem}: the folder may be a copy of a live run. Copy it again, or name another output_dir"
         )
-    if problems and not found:
+    if problems and not entries:
         raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
             "Restore their files, or name another output_dir"
         )
-    return found
+    return entries
 
 
 def check_changes(
@@ -291,36 +291,35 @@ def check_changes(
     Raises:
         ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is False.
     """
-    others = {key for key, value in model.items() if key in RESULT_ENTRIES and checkpoint.state.model.get(key) != value}
+    old_model = checkpoint.state.model
+    changed = {key for key, value in model.items() if key in RESULT_ENTRIES and old_model.get(key) != value}
     # Compare the parameters that decay instead of the globs, because the default globs may change between versions.
-    globs = [change for change in changes.altering if change.key == _DECAY_KEY]
-    without_effect = globs if "decays" in model and "decays" not in others else []
-    if globs:
-        others.discard("decays")
-    altering = [str(change) for change in changes.altering if change not in without_effect]
-    altering += [
-        f"{what}: {checkpoint.state.model.get(key)} -> {model[key]}"
-        for key, what in RESULT_ENTRIES.items()
-        if key in others
+    glob_changes = [change for change in changes.altering if change.key == _DECAY_KEY]
+    ignored_changes = glob_changes if "decays" in model and "decays" not in changed else []
+    if glob_changes:
+        changed.discard("decays")
+    texts = [str(change) for change in changes.altering if change not in ignored_changes]
+    texts += [
+        f"{label}: {old_model.get(key)} -> {model[key]}" for key, label in RESULT_ENTRIES.items() if key in changed
     ]
     if checkpoint.state.data_fingerprint != data_fingerprint:
-        altering.append("data: the rows of [[data.train]] differ, or are in another order")
-    if altering and not allow:
+        texts.append("data: the rows of [[data.train]] differ, or are in another order")
+    if texts and not allow:
         is_readable = not any(change.key in _BLOCK_FORMAT_KEYS for change in changes.altering)
-        ways = ", name another output_dir, or accept the changes with --allow-config-change"
+        remedies = ", name another output_dir, or accept the changes with --allow-config-change"
         raise ConfigChangedError(
             f"this config would continue {checkpoint} with other results:\n"
-            + "".join(f"  {line}\n" for line in [*altering, *find_others()])
-            + f"Undo that{ways if is_readable else ' or name another output_dir'}"
+            + "".join(f"  {line}\n" for line in [*texts, *find_others()])
+            + f"Undo that{remedies if is_readable else ' or name another output_dir'}"
         )
-    if altering:
-        on_notice("continuing with changes that alter results: " + "; ".join(altering))
-    threads = [each.get("threads") for each in (checkpoint.state.model, model)]
+    if texts:
+        on_notice("continuing with changes that alter results: " + "; ".join(texts))
+    threads = [values.get("threads") for values in (checkpoint.state.model, model)]
     if None not in threads and threads[0] != threads[1]:
         on_notice(
             f"torch computes on {threads[1]} threads, and did on {threads[0]} up to the checkpoint: on a CPU this "
             "changes last bits. Set the number with OMP_NUM_THREADS, or with distributed.threads of several processes"
         )
-    if changes.free or without_effect:
-        free = [*changes.free, *without_effect]
-        on_notice("changed, without effect on results: " + "; ".join(map(str, free)))
+    if changes.free or ignored_changes:
+        free_changes = [*changes.free, *ignored_changes]
+        on_notice("changed, without effect on results: " + "; ".join(map(str, free_changes)))

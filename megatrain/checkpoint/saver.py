@@ -62,7 +62,7 @@ class Saver:
         self._written_bytes = written_bytes * len(writer.folder.paths)
         self._steps_per_epoch = steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
-        self._last_s = time.monotonic()
+        self._last_save_s = time.monotonic()
         self._in_flight: tuple[Commit, RunState, float] | None = None  # the last item is the stall so far, in seconds
 
     @property
@@ -78,20 +78,20 @@ class Saver:
         if strategy == "epoch":
             return step % self._steps_per_epoch == 0
         interval_s = self._table.save_interval
-        return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
+        return strategy == "time" and interval_s is not None and time.monotonic() - self._last_save_s >= interval_s
 
     def next_step(self, step: int) -> int | None:
         """Return the first step after ``step`` with a checkpoint, or None if saving is time-based or disabled."""
-        every = {"steps": self._table.save_steps, "epoch": self._steps_per_epoch}.get(self._table.save_strategy)
-        return None if every is None else (step // every + 1) * every
+        interval = {"steps": self._table.save_steps, "epoch": self._steps_per_epoch}.get(self._table.save_strategy)
+        return None if interval is None else (step // interval + 1) * interval
 
-    def save(self, state: RunState, ready: Callable[[], AbstractContextManager[None]], *, wait: bool = False) -> None:
+    def save(self, state: RunState, flush: Callable[[], AbstractContextManager[None]], *, wait: bool = False) -> None:
         """Save the run, unless a checkpoint of this step exists.
 
         The write continues in the background after this method returns, unless ``wait`` or ``async_save = false``.
 
         Args:
-            ready: Function that returns a context in which weights and state include the last step's update.
+            flush: Function that returns a context in which weights and state include the last step's update.
 
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
@@ -104,13 +104,13 @@ class Saver:
             self.finish()
             self._wait_for_space(state.step)
             self._copier.wait_until_prunable(self._writer.outgoing(), self._should_stop)
-            with ready():
+            with flush():
                 self._writer.begin()
                 state = replace(state, save_number=self._writer.next_save_number())
                 commit = self._store.commit(state.to_meta())
             self._activity.saving = commit
             self._in_flight = commit, state, time.perf_counter() - start_s
-            self._last_s = time.monotonic()
+            self._last_save_s = time.monotonic()
         if wait or not self._table.async_save:
             self.finish()
 
@@ -136,17 +136,17 @@ class Saver:
             return
         commit, state, stall_s = self._in_flight
         wait_start_s = time.perf_counter()
-        saved = self._writer.finish(commit, state.to_meta())
+        checkpoint = self._writer.finish(commit, state.to_meta())
         stall_s += time.perf_counter() - wait_start_s
-        self._in_flight, self._saved = None, saved
+        self._in_flight, self._saved = None, checkpoint
         if state.best is not None and state.best.step == state.step:
-            self._writer.folder.best = saved
+            self._writer.folder.best = checkpoint
         folder, figures = self._writer.folder, commit.figures
         parts = folder.gather((figures.nbytes, figures.written_bytes, figures.linked_bytes))
-        nbytes, written, linked = (sum(each) for each in zip(*parts, strict=True))
-        metrics = CheckpointMetrics(state.step, folder.path, nbytes, written, linked, figures.seconds, stall_s)
+        nbytes, new_bytes, link_bytes = (sum(counts) for counts in zip(*parts, strict=True))
+        metrics = CheckpointMetrics(state.step, folder.path, nbytes, new_bytes, link_bytes, figures.seconds, stall_s)
         self._observer.on_checkpoint(metrics)
-        self._copier.offer(saved)
+        self._copier.offer(checkpoint)
 
     def _wait_for_space(self, step: int) -> None:
         """Wait until the drive has space for one more checkpoint in addition to ``min_free_disk``.
@@ -154,28 +154,28 @@ class Saver:
         If a stop is requested meanwhile, the checkpoint may use ``min_free_disk``, because losing steps is worse
         than using the reserve. All ranks get the same numbers, so all ranks make the same decision.
         """
-        need = self._written_bytes + self._table.min_free_disk
+        need_bytes = self._written_bytes + self._table.min_free_disk
         while True:
-            free, is_stopping = self._free_space()
-            if free >= need:
+            free_bytes, is_stopping = self._free_space()
+            if free_bytes >= need_bytes:
                 break
-            if is_stopping and free >= self._written_bytes:
+            if is_stopping and free_bytes >= self._written_bytes:
                 self.is_waiting = False
                 self._observer.on_message(
-                    f"stopping: step {step} is saved into the space that checkpoint.min_free_disk keeps free. "
-                    f"Free {format_size(need - free)} on the drive of '{self._path}' before you resume the run"
+                    f"stopping: step {step} is saved into the space that checkpoint.min_free_disk keeps free. Free "
+                    f"{format_size(need_bytes - free_bytes)} on the drive of '{self._path}' before you resume the run"
                 )
                 return
             text = (
-                f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, but one takes "
-                f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
-                f"{format_size(self._table.min_free_disk)}. Free {format_size(need - free)}"
+                f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free_bytes)} free, but one "
+                f"takes {format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
+                f"{format_size(self._table.min_free_disk)}. Free {format_size(need_bytes - free_bytes)}"
             )
             if self._on_full == "error":
                 raise CheckpointError(f"{text}, or lower min_free_disk. The previous checkpoint is whole")
             if is_stopping:
-                since = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"
-                text = f"step {step} cannot be saved, so {since} are lost: {text}"
+                lost_steps = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"
+                text = f"step {step} cannot be saved, so {lost_steps} are lost: {text}"
                 self._observer.on_message(text)
                 raise KeyboardInterrupt(text)
             if not self.is_waiting:

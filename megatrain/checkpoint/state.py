@@ -13,7 +13,7 @@ from math import fsum
 from typing import Any
 
 from megatrain.base.observer import RunSummary
-from megatrain.checkpoint.best import Best
+from megatrain.checkpoint.best import BestEvaluation
 
 __all__ = [
     "ARITHMETIC",
@@ -137,7 +137,7 @@ class RunState:
     first_losses: tuple[float, ...] = ()
     last_losses: tuple[float, ...] = ()
     arithmetic: int = 1
-    best: Best | None = None
+    best: BestEvaluation | None = None
     cursor: Mapping[str, Any] | None = None
     save_number: int = 0
     sources: tuple[str, ...] = ()
@@ -163,25 +163,25 @@ class RunState:
                 f"{where} has format {found}, but this version reads up to {CHECKPOINT_FORMAT}: upgrade {_PROGRAM}"
             )
         required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        missing = [name for name in required if name not in meta]
-        if missing:
-            raise CheckpointError(f"{where} lacks {', '.join(missing)}: it is damaged. {_ANOTHER}")
+        missing_names = [name for name in required if name not in meta]
+        if missing_names:
+            raise CheckpointError(f"{where} lacks {', '.join(missing_names)}: it is damaged. {_ANOTHER}")
         values = {f.name: meta[f.name] for f in fields(cls) if f.name in meta}
         validate, ValidationError = _validation()
         try:
             return validate(values)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"{where} has {name} = {first['input']!r:.40}: it is damaged. {_ANOTHER}") from error
+            detail = error.errors(include_url=False)[0]
+            name = ".".join(map(str, detail["loc"]))
+            raise CheckpointError(f"{where} has {name} = {detail['input']!r:.40}: it is damaged. {_ANOTHER}") from error
 
     def with_loss(self, loss: float) -> RunState:
         """Return the state after recording the loss of one more step."""
-        first, last = self.first_losses, (*self.last_losses, loss)[-NUM_LOSSES:]
-        if len(first) < NUM_LOSSES and len(first) == self.step:  # older versions recorded no first losses
-            first = (*first, loss)
+        first_losses, last_losses = self.first_losses, (*self.last_losses, loss)[-NUM_LOSSES:]
+        if len(first_losses) < NUM_LOSSES and len(first_losses) == self.step:  # older versions recorded no first losses
+            first_losses = (*first_losses, loss)
         first_loss = loss if self.first_loss is None else self.first_loss
-        return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first, last_losses=last)
+        return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first_losses, last_losses=last_losses)
 
     def with_save_time(self) -> RunState:
         """Return the state with the current time as its save time."""
@@ -224,13 +224,13 @@ def _validation() -> tuple[Callable[[Any], RunState], Any]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of this program, of Python and of the packages that affect results."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in (_PROGRAM, "torch", "transformers", "numpy", "numba"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def now_text(timespec: str = "seconds") -> str:

@@ -15,10 +15,10 @@ from megatrain.base.table import (
     PlainSize,
     Table,
     all_alter,
-    is_path,
+    explain,
     key,
-    refusal,
-    without_secrets,
+    mark_path,
+    mask_secrets,
 )
 from tiered.units import GiB
 
@@ -36,14 +36,14 @@ ResumeSource = Annotated[
     BeforeValidator(_parse_source),
     Field(min_length=1),
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
-    is_path("auto", "no"),
+    mark_path("auto", "no"),
 ]
 #: URL for fsspec. It must not contain passwords, signatures or other secrets.
 CopyUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s*?]*$", examples=["s3://bucket/run"])]
 #: Checkpoints to copy: all, every n-th, the last or none. A URL receives all checkpoints.
 CopyRule = Annotated[
     bool | Annotated[int, Field(ge=1)] | Literal["last"] | CopyUrl,
-    refusal(
+    explain(
         "is not a rule for copies",
         'Write true (every checkpoint), 5 (every fifth one), "last" or false; or a URL such as "s3://bucket/run", '
         "without keys: those come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
@@ -103,7 +103,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
             values = {"save_strategy": "time", **values}
         if isinstance(values, dict) and isinstance(url := values.get("save_copy"), str):
             # Errors and logs show the refused value: remove secrets first.
-            values = {**values, "save_copy": without_secrets(url)}
+            values = {**values, "save_copy": mask_secrets(url)}
         return values
 
     @property
@@ -140,8 +140,8 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     def without_saves(self) -> CheckpointConfig:
         """Return a copy of the table that disables all saves and copies."""
-        off = {"save_strategy": "no", "save_on_signal": False, "save_copy": False}
-        return self.model_copy(update=off)
+        values = {"save_strategy": "no", "save_on_signal": False, "save_copy": False}
+        return self.model_copy(update=values)
 
 
 @dataclass(frozen=True, slots=True)

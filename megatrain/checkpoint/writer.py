@@ -45,12 +45,12 @@ class CheckpointFolder:
         path: Path,
         rank: int,
         gather: Gather,
-        keep: int,
+        num_kept: int,
         on_message: Callable[[str], None],
         *,
         ignores_damage: bool = False,
     ) -> None:
-        self.path, self.rank, self.keep = path, rank, keep
+        self.path, self.rank, self.keep = path, rank, num_kept
         self.best: Checkpoint | None = None
         self.gather, self._on_message = gather, on_message
         self.paths = store_paths(len(gather(None)))
@@ -65,52 +65,52 @@ class CheckpointFolder:
 
     def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
         """Return the numbers of these checkpoints' generations in this rank's store."""
-        ranks = [rank for each in checkpoints if each is not None for rank in each.ranks]
+        ranks = [rank for checkpoint in checkpoints if checkpoint is not None for rank in checkpoint.ranks]
         return [rank.generation for rank in ranks if rank.path == self.own]
 
-    def newest(self, checkpoints: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
-        """Return the newest ``keep`` of these checkpoints, plus the best one if it is among them."""
-        is_best = [self.best is not None and each.ranks == self.best.ranks for each in checkpoints]
-        others = [number for number, best in enumerate(is_best) if not best]
-        stay = set(others[max(0, len(others) - keep) :])
-        return [each for number, each in enumerate(checkpoints) if is_best[number] or number in stay]
+    def newest(self, checkpoints: Sequence[Checkpoint], num_kept: int) -> list[Checkpoint]:
+        """Return the newest ``num_kept`` of these checkpoints, plus the best one if it is among them."""
+        is_best = [self.best is not None and checkpoint.ranks == self.best.ranks for checkpoint in checkpoints]
+        other_indices = [index for index, best in enumerate(is_best) if not best]
+        kept_indices = set(other_indices[max(0, len(other_indices) - num_kept) :])
+        return [checkpoint for index, checkpoint in enumerate(checkpoints) if is_best[index] or index in kept_indices]
 
-    def change(self, keep: int, *, drop: Sequence[Checkpoint] = (), made: Checkpoint | None = None) -> None:
-        """Keep the newest ``keep`` checkpoints and remove all others. This is a collective.
+    def change(self, num_kept: int, *, drop: Sequence[Checkpoint] = (), new: Checkpoint | None = None) -> None:
+        """Keep the newest ``num_kept`` checkpoints and remove all others. This is a collective.
 
         Generations in this run's stores are removed only by the next commits.
 
         Args:
             drop: Checkpoints to remove regardless of their age.
-            made: New checkpoint, whose generations are complete.
+            new: New checkpoint, whose generations are complete.
         """
-        doomed = {each.ranks for each in drop}
-        left = [each for each in self.known if each.ranks not in doomed]
-        left = self.newest(left if made is None else [*left, made], keep)
+        dropped_ranks = {checkpoint.ranks for checkpoint in drop}
+        kept = [checkpoint for checkpoint in self.known if checkpoint.ranks not in dropped_ranks]
+        kept = self.newest(kept if new is None else [*kept, new], num_kept)
 
         def write() -> None:
-            listed = [each for each in left if each.is_listed]
-            if listed != [each for each in self.known if each.is_listed]:
+            listed = [checkpoint for checkpoint in kept if checkpoint.is_listed]
+            if listed != [checkpoint for checkpoint in self.known if checkpoint.is_listed]:
                 write_document(self.path, listed)
             try:
-                prune(self.path, left, self.paths)
+                prune(self.path, kept, self.paths)
             except (TieredError, OSError) as error:
                 self._on_message(f"old checkpoints in '{self.path}' could not be removed: {error}")
 
-        if left != self.known:
+        if kept != self.known:
             # All ranks wait for rank 0's write, because the next commit prunes files and must not start earlier.
             self.run_on_first_rank(write)
-            self.known = left
+            self.known = kept
 
-    def run_on_first_rank(self, find: Callable[[], Any]) -> Any:
-        """Run ``find`` on rank 0. Return its result, or raise its error, on all ranks. This is a collective."""
-        found: Any = None
+    def run_on_first_rank(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` on rank 0. Return its result, or raise its error, on all ranks. This is a collective."""
+        outcome: Any = None
         if self.rank == 0:
             try:
-                found = find(), None
+                outcome = function(), None
             except (TieredError, CheckpointError, OSError) as error:
-                found = None, self.add_rank(str(error))
-        result, problem = self.gather(found)[0]
+                outcome = None, self.add_rank(str(error))
+        result, problem = self.gather(outcome)[0]
         if problem is not None:
             raise CheckpointError(problem)
         return result
@@ -143,12 +143,12 @@ class CheckpointWriter:
         elements: Mapping[str, int],
         is_past: Callable[[Checkpoint], bool] = lambda checkpoint: True,
         save_number: int = 0,
-        starts_over: bool = False,
+        is_new_run: bool = False,
     ) -> None:
         self.folder, self._lanes, self._elements, self._is_past = folder, lanes, dict(elements), is_past
         self._save_number = max(save_number, *(each.save_number for each in folder.known), 0)
         self._orphans: dict[str, list[int]] = {}
-        if folder.is_listed and starts_over:
+        if folder.is_listed and is_new_run:
             self._orphans = folder.run_on_first_rank(
                 lambda: {path: list_generations(folder.path / path) for path in folder.paths}
             )
@@ -174,32 +174,32 @@ class CheckpointWriter:
 
     @property
     def _past_checkpoints(self) -> list[Checkpoint]:
-        return [each for each in self.folder.known if self._is_past(each)]
+        return [checkpoint for checkpoint in self.folder.known if self._is_past(checkpoint)]
 
     def outgoing(self) -> list[Checkpoint]:
         """Return the checkpoints that the next checkpoint will replace."""
-        stay = [each.ranks for each in self.folder.newest(self._past_checkpoints, self.folder.keep - 1)]
-        return [each for each in self.folder.known if each.ranks not in stay]
+        kept_ranks = [other.ranks for other in self.folder.newest(self._past_checkpoints, self.folder.keep - 1)]
+        return [other for other in self.folder.known if other.ranks not in kept_ranks]
 
     def agree_on_free_space(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
         """Return rank 0's count of free bytes for the next checkpoint, and whether a stop was requested on any rank.
 
         Generations that no checkpoint will refer to count as free, because ``begin`` and the next commits remove them.
         """
-        free = 0
+        total = 0
         if self.folder.rank == 0:
-            left = self.folder.newest(self._past_checkpoints, self._num_left)
-            named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
-            named |= {(path, number) for path, numbers in self._orphans.items() for number in numbers}
+            kept = self.folder.newest(self._past_checkpoints, self._num_left)
+            references = {(rank.path, rank.generation) for checkpoint in kept for rank in checkpoint.ranks}
+            references |= {(path, generation) for path, numbers in self._orphans.items() for generation in numbers}
             for path in self.folder.paths:
                 directory = self.folder.path / path
-                for number in list_generations(directory):
-                    if (path, number) not in named:
-                        files = files_below(generation_folder(directory, number))
-                        free += sum(found.st_blocks * 512 for file in files if (found := file.lstat()).st_nlink == 1)
-            free += free_bytes()
-        gathered = self.folder.gather((free, is_stopping))
-        return gathered[0][0], any(stopping for _, stopping in gathered)
+                for generation in list_generations(directory):
+                    if (path, generation) not in references:
+                        files = files_below(generation_folder(directory, generation))
+                        total += sum(status.st_blocks * 512 for file in files if (status := file.lstat()).st_nlink == 1)
+            total += free_bytes()
+        results = self.folder.gather((total, is_stopping))
+        return results[0][0], any(stopping for _, stopping in results)
 
     def all_ranks_done(self, commit: Commit) -> bool:
         """Return whether every rank's generation is complete or has failed. This does not wait for drives."""
@@ -215,29 +215,29 @@ class CheckpointWriter:
         folder, ranks = self.folder, self._wait_for_all_ranks(commit)
         number = ranks[0].generation
         if folder.is_listed:
-            number = 1 + max((each.number for each in folder.known), default=0)
-        made = Checkpoint(folder.path, number, ranks, dict(meta), self._lanes, self._elements)
-        folder.change(folder.keep, made=made)
+            number = 1 + max((other.number for other in folder.known), default=0)
+        checkpoint = Checkpoint(folder.path, number, ranks, dict(meta), self._lanes, self._elements)
+        folder.change(folder.keep, new=checkpoint)
         self._orphans = {}
-        return made
+        return checkpoint
 
     def _wait_for_all_ranks(self, commit: Commit) -> tuple[RankGeneration, ...]:
         """Wait until all ranks' generations are complete, and return them."""
         folder = self.folder
-        own: tuple[RankGeneration | None, str]
+        result: tuple[RankGeneration | None, str]
         try:
             commit.wait()
             assert commit.generation is not None
-            own = rank_generation(folder, commit.generation), ""
+            result = rank_generation(folder, commit.generation), ""
         except (TieredError, OSError) as error:
             if not folder.is_listed:
                 raise
-            own = None, folder.add_rank(str(error))
-        everyone = folder.gather(own)
-        failed = [problem for generation, problem in everyone if generation is None]
-        if failed:
-            raise CheckpointError(f"no checkpoint was made: {'; '.join(failed)}. The previous one is whole")
-        return tuple(generation for generation, _ in everyone)
+            result = None, folder.add_rank(str(error))
+        results = folder.gather(result)
+        problems = [problem for generation, problem in results if generation is None]
+        if problems:
+            raise CheckpointError(f"no checkpoint was made: {'; '.join(problems)}. The previous one is whole")
+        return tuple(generation for generation, _ in results)
 
 
 def begin_copy(folder: CheckpointFolder) -> list[int]:
@@ -268,24 +268,24 @@ def finish_copy(
     Raises:
         CheckpointError: A rank could not copy its part. The document is unchanged.
     """
-    own = None
+    part = None
     if figures is not None:
         try:
-            own = rank_generation(folder, figures.generation)
+            part = rank_generation(folder, figures.generation)
         except GenerationError as failure:
             problem = str(failure)
-    everyone = folder.gather((own, figures, folder.add_rank(problem)))
-    failed = [text for generation, _, text in everyone if generation is None]
-    if failed:
-        raise CheckpointError("; ".join(failed))
-    ranks = tuple(each for each, _, _ in everyone)
+    results = folder.gather((part, figures, folder.add_rank(problem)))
+    problems = [text for generation, _, text in results if generation is None]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    ranks = tuple(each for each, _, _ in results)
     # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
     number = checkpoint.number if folder.is_listed else ranks[0].generation
-    made = checkpoint.relocated(folder.path, number, ranks)
+    copy = checkpoint.relocated(folder.path, number, ranks)
     # If the number did not grow, earlier checkpoints were removed and numbering restarted.
-    drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
-    folder.change(folder.keep, drop=drop, made=made)
-    all_figures = [figures for _, figures, _ in everyone]
+    drop = [each for each in folder.known if each.is_listed == copy.is_listed and each.number >= copy.number]
+    folder.change(folder.keep, drop=drop, new=copy)
+    all_figures = [figures for _, figures, _ in results]
     return sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)
 
 
@@ -295,5 +295,5 @@ def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration
     Raises:
         GenerationError: The generation does not exist.
     """
-    sum_ = manifest_checksum(folder.path / folder.own, generation)
-    return RankGeneration(folder.own, generation, sum_ if folder.is_listed else "")
+    digest = manifest_checksum(folder.path / folder.own, generation)
+    return RankGeneration(folder.own, generation, digest if folder.is_listed else "")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.base.errors import Problem
-from megatrain.base.table import without_secrets
+from megatrain.base.table import mask_secrets
 from megatrain.config.keys import KEYS
 from megatrain.config.keys import Path as KeyPath
 
@@ -24,7 +24,7 @@ def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
     unchanged except for its password, because configs are stored and shown.
     """
     for table, leaf, _, schema in _paths_in(values):
-        table[leaf] = without_secrets(table[leaf])
+        table[leaf] = mask_secrets(table[leaf])
         if not _first_unset_variable(table[leaf]):
             table[leaf] = _absolute(table[leaf], folder, schema["x-path"]["name"])
 
@@ -81,7 +81,7 @@ def _absolute(text: str, folder: Path, name: str | None) -> str:
     if not (folder / text).exists():  # an existing folder's name may contain "$"
         text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
     if _URL.match(text):
-        return without_secrets(text)
+        return mask_secrets(text)
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
     if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):

@@ -57,8 +57,8 @@ __all__ = [
     "AdapterWeights",
     "Adapters",
     "adapters_of",
-    "find_base_model",
     "export_adapter",
+    "find_base_model",
     "read_adapter_settings",
 ]
 

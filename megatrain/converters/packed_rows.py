@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["choose_packing", "choose_model_packing", "find_mixing_reason"]
+__all__ = ["choose_model_packing", "choose_packing", "find_mixing_reason"]
 
 PackingMode = bool | Literal["concat"]
 

@@ -156,7 +156,7 @@ class TokenCache:
                 lock(file.fileno(), path)
             except BlockingIOError:
                 self._on_message("another process tokenizes the same data; waiting for it")
-                lock(file.fileno(), path, waits=True)
+                lock(file.fileno(), path, blocking=True)
             yield
 
     def _create_entry(self, key: str, encode: Encode) -> None:

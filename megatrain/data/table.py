@@ -8,28 +8,28 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_path, key, refusal, without_secrets
+from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, explain, key, mark_path, mask_secrets
 
 
 def _redact(path: object) -> object:
     """Return a path without secrets, so that error messages do not reveal them."""
-    return without_secrets(path) if isinstance(path, str) else path
+    return mask_secrets(path) if isinstance(path, str) else path
 
 
 #: A hub name (owner/name) without a file suffix, or a URL.
 DatasetPath = Annotated[
-    str, BeforeValidator(_redact), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
+    str, BeforeValidator(_redact), mark_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
 ]
 #: Weights of a source. Each weight is keyed by the first step that uses it.
 WeightSchedule = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}),
-    refusal("is not a weight schedule", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from that step on"),
+    explain("is not a weight schedule", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from that step on"),
 ]
-CacheFolder = Annotated[str, Field(min_length=1), is_path("auto", "none")]
+CacheFolder = Annotated[str, Field(min_length=1), mark_path("auto", "none")]
 Packing = Annotated[
     bool | Literal["concat"],
-    refusal("is not a packing mode", 'Write true, false or "concat"'),
+    explain("is not a packing mode", 'Write true, false or "concat"'),
 ]
 ScoreFormats = Annotated[
     tuple[Literal["parquet", "zarr"], ...],

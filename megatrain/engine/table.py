@@ -7,11 +7,11 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field
 
-from megatrain.base.table import HF, Table, all_alter, key, refusal
+from megatrain.base.table import HF, Table, all_alter, explain, key
 
 LaneCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1, le=1024)],
-    refusal("is not a number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
+    explain("is not a number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
 ]
 
 
@@ -19,7 +19,7 @@ RecomputeMode = Literal["auto", "full", "selective", "none"]
 _LAST_LAYERS = r"(selective|none):[1-9][0-9]{0,3}"
 RecomputeText = Annotated[
     RecomputeMode | Annotated[str, Field(pattern=rf"^{_LAST_LAYERS}$", examples=["selective:4"])],
-    refusal(
+    explain(
         "is not a recompute mode",
         'Write "auto", "full", "selective" or "none"; "selective:4" and "none:4" apply only to the last 4 layers',
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import ConfigError
-from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME, run_of_final, trained_model
+from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME, find_source_run, trained_model
 from megatrain.base.observer import RunObserver
 from megatrain.config.combinations import find_generation_problems
 from megatrain.config.resolved import load_run_config, with_values
@@ -97,7 +97,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
         return {"model": {"model_name_or_path": str(folder)}}
     model: dict[str, Any] = {}
     tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
-    run = run_of_final(folder)
+    run = find_source_run(folder)
     if run is not None and (run / RESOLVED_NAME).is_file():
         include: Any = {"model": set(_MODEL_KEYS), "precision": {"compute_dtype"}}
         values = load_run_config(run).model_dump(mode="json", include=include, exclude_none=True)

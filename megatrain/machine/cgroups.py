@@ -21,9 +21,9 @@ def total_ram_bytes(root: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> in
 
 def available_ram_bytes(root: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:
     """Return the free RAM, within the cgroup's limit. Swap does not count."""
-    left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own_cgroup))
+    free_bytes = (max(0, limit - used) for limit, used in _cgroup_limits(root, own_cgroup))
     available: int = psutil.virtual_memory().available
-    return min([available, *left])
+    return min([available, *free_bytes])
 
 
 def _cgroup_limits(root: Path, own_cgroup: Path) -> list[tuple[int, int]]:
@@ -31,15 +31,15 @@ def _cgroup_limits(root: Path, own_cgroup: Path) -> list[tuple[int, int]]:
 
     A container sees its own cgroup as the root. A batch job sees the whole tree and its position in the tree.
     """
-    found = []
+    limits = []
     for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own_cgroup):
         try:
             limit, used = (folder / limit_name).read_text(), (folder / used_name).read_text()
         except OSError:
             continue
         if is_number(limit.strip()):
-            found.append((int(limit), max(0, int(used) - _memory_stat(folder, cache_name))))
-    return found
+            limits.append((int(limit), max(0, int(used) - _memory_stat(folder, cache_name))))
+    return limits
 
 
 def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, str, str]]:
@@ -49,11 +49,11 @@ def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, s
     except OSError:
         lines = []
     paths = {controllers: path.lstrip("/") for _, controllers, path in lines}
-    of_memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
-    for at in (Path(paths.get("", "")), *Path(paths.get("", "")).parents):
-        yield root / at, "memory.max", "memory.current", "inactive_file"  # version 2
-    for at in (Path(of_memory), *Path(of_memory).parents):  # version 1
-        yield root / "memory" / at, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    memory_path = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
+    for path in (Path(paths.get("", "")), *Path(paths.get("", "")).parents):
+        yield root / path, "memory.max", "memory.current", "inactive_file"  # version 2
+    for path in (Path(memory_path), *Path(memory_path).parents):  # version 1
+        yield root / "memory" / path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 
 def _memory_stat(folder: Path, name: str) -> int:

@@ -39,30 +39,30 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 
 def _drives(folder: Path) -> Iterator[Drive]:
     """Yield the drive of ``folder``, then the other writable drives, ordered by free space."""
-    own, free = file_system_of(folder), disk_usage(folder).free
-    yield Drive(_STATE_FOLDER, free, own.kind, _objection(own, free))
-    found: list[Drive] = []
-    seen = {own.device}
+    own_file_system, free_bytes = file_system_of(folder), disk_usage(folder).free
+    yield Drive(_STATE_FOLDER, free_bytes, own_file_system.kind, _objection(own_file_system, free_bytes))
+    drives: list[Drive] = []
+    devices = {own_file_system.device}
     for partition in psutil.disk_partitions(all=False):
         point = Path(partition.mountpoint)
         is_writable = "rw" in partition.opts.split(",") and os.access(point, os.W_OK)
         if not is_writable or not point.is_dir() or partition.fstype in _EXCLUDED_KINDS:
             continue
         file_system = file_system_of(point)
-        free = disk_usage(point).free
-        if file_system.device in seen or free < _MIN_FREE_BYTES:
+        free_bytes = disk_usage(point).free
+        if file_system.device in devices or free_bytes < _MIN_FREE_BYTES:
             continue
-        seen.add(file_system.device)
-        path, objection = str(point / "megatrain-tier" / _STATE_FOLDER), _objection(file_system, free)
-        found.append(Drive(path, free, file_system.kind, objection))
-    yield from sorted(found, key=lambda drive: (bool(drive.objection), -drive.free_bytes))
+        devices.add(file_system.device)
+        path, objection = str(point / "megatrain-tier" / _STATE_FOLDER), _objection(file_system, free_bytes)
+        drives.append(Drive(path, free_bytes, file_system.kind, objection))
+    yield from sorted(drives, key=lambda drive: (bool(drive.objection), -drive.free_bytes))
 
 
 def _objection(file_system: FileSystem, free_bytes: int) -> str:
-    kind, nature = file_system.kind, file_system.nature
-    if nature == "memory":
+    kind, medium = file_system.kind, file_system.medium
+    if medium == "memory":
         return f"not a drive: {kind} is RAM"
-    if nature in ("network", "program"):
+    if medium in ("network", "program"):
         return f"{kind} may be slow: measure it with `megatrain-tier doctor PATH` first"
     if free_bytes < _MIN_FREE_BYTES:
         return "little free space"

@@ -15,7 +15,7 @@ from tiered.ext import mount_of, read_owner, read_store_id, reusable_bytes, snap
 from tiered.units import format_size
 
 #: Place in which a file system keeps its bytes: a drive, RAM, another machine, a FUSE program, container layers.
-Nature = Literal["drive", "memory", "network", "program", "layers"]
+Medium = Literal["drive", "memory", "network", "program", "layers"]
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
 _NETWORK = (
@@ -28,7 +28,7 @@ _WINDOWS_WARNING = (
     "is a drive of Windows, and every read and write passes through Windows: many times slower than the disk of WSL, "
     "and O_DIRECT, locks and links may not work. A folder in the home directory of Linux is on the disk of WSL"
 )
-_WARNINGS: Mapping[Nature, str] = {
+_WARNINGS: Mapping[Medium, str] = {
     "drive": "",
     "memory": "is RAM, not a drive: blocks there use RAM outside all configured limits",
     "network": "is not on a drive of this machine: others share its speed, and locks may not hold",
@@ -50,7 +50,7 @@ class FileSystem:
         return f"{self.kind} on {self.source}, mounted at {self.mount_point}"
 
     @property
-    def nature(self) -> Nature:
+    def medium(self) -> Medium:
         """Kind of place that keeps the file system's bytes, derived from the file system's kind."""
         if self.kind in _IN_MEMORY:
             return "memory"
@@ -61,11 +61,11 @@ class FileSystem:
         return "program" if self.kind.startswith("fuse") else "drive"
 
     @property
-    def caution(self) -> str:
+    def warning(self) -> str:
         """Warning about this file system, as a clause that begins with its kind. "" for a drive."""
-        if self.nature == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
+        if self.medium == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
             return f"{self.kind} {_WINDOWS_WARNING}"
-        return f"{self.kind} {_WARNINGS[self.nature]}" if _WARNINGS[self.nature] else ""
+        return f"{self.kind} {_WARNINGS[self.medium]}" if _WARNINGS[self.medium] else ""
 
     @property
     def key(self) -> str:
@@ -75,10 +75,10 @@ class FileSystem:
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> FileSystem:
     """Return the file system of ``path``, or of its nearest existing parent folder."""
-    real = Path(os.path.realpath(existing_parent(path)))
-    number = real.stat().st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    mount = mount_of(real, mounts)
+    resolved_path = Path(os.path.realpath(existing_parent(path)))
+    device_number = resolved_path.stat().st_dev
+    device = f"{os.major(device_number)}:{os.minor(device_number)}"
+    mount = mount_of(resolved_path, mounts)
     return FileSystem(device, mount.kind, mount.source, mount.point)
 
 
@@ -88,24 +88,24 @@ def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
         lines = table.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
         return None
-    fields = [re.split("[ \t]+", line.strip(" \t")) for line in lines if not line.lstrip().startswith("#")]
-    points = [os.path.realpath(unescape(each[1])) for each in fields if len(each) > 1 and each[1].startswith("/")]
-    real = Path(os.path.realpath(path))
-    above = [point for point in points if point != "/" and real.is_relative_to(point)]
-    if not above:
+    rows = [re.split("[ \t]+", line.strip(" \t")) for line in lines if not line.lstrip().startswith("#")]
+    points = [os.path.realpath(unescape(row[1])) for row in rows if len(row) > 1 and row[1].startswith("/")]
+    resolved_path = Path(os.path.realpath(path))
+    mount_points = [point for point in points if point != "/" and resolved_path.is_relative_to(point)]
+    if not mount_points:
         return None
-    expected = max(above, key=len)
+    expected = max(mount_points, key=len)
     return None if Path(file_system_of(path).mount_point).is_relative_to(expected) else expected
 
 
 def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
     """Return a file system's disk, such as ``nvme0n1``, or the file system's key if the disk is unknown."""
-    number = file_system.device
-    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs has anonymous device numbers
+    device_number = file_system.device
+    if device_number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs has anonymous device numbers
         with contextlib.suppress(OSError):
             device = os.stat(file_system.source).st_rdev
-            number = f"{os.major(device)}:{os.minor(device)}"
-    folder = (root / number).resolve()
+            device_number = f"{os.major(device)}:{os.minor(device)}"
+    folder = (root / device_number).resolve()
     if not folder.is_dir():
         return file_system.key
     return folder.parent.name if (folder / "partition").exists() else folder.name
@@ -143,14 +143,14 @@ def own_drive_bytes(path: Path, checkpoints: Path) -> int:
         checkpoints: Directory of the run's generations. Checkpoints of other runs do not count.
     """
     store_id = read_store_id(checkpoints)
-    owned = reusable_bytes(path)
-    seen = {status.st_ino for status in statuses_below(path / "live")}
+    nbytes = reusable_bytes(path)
+    inodes = {status.st_ino for status in statuses_below(path / "live")}
     for _, folder in snapshot_folders([path]):
         owner = read_owner(folder)
         for status in statuses_below(folder) if owner is not None and owner.id == store_id else ():
-            owned += status.st_size if status.st_ino not in seen else 0
-            seen.add(status.st_ino)
-    return owned
+            nbytes += status.st_size if status.st_ino not in inodes else 0
+            inodes.add(status.st_ino)
+    return nbytes
 
 
 def existing_parent(path: Path) -> Path:

@@ -195,12 +195,12 @@ class MachineFile(_MachineTable):
         if self.unified_memory is not None:
             yield "unified_memory", self.unified_memory
         tables: list[tuple[str, _MachineTable | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
-        tables += [(f"drives.{number}", drive) for number, drive in enumerate(self.drives)]
-        for place, table in tables:
+        tables += [(f"drives.{index}", drive) for index, drive in enumerate(self.drives)]
+        for prefix, table in tables:
             for name, field in type(table).model_fields.items() if table is not None else ():
                 figure = getattr(table, name)
                 if isinstance(figure, Figure):
-                    yield f"{place}.{field.alias or name}", figure
+                    yield f"{prefix}.{field.alias or name}", figure
 
 
 def machine_names() -> list[str]:
@@ -221,12 +221,13 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
     if name not in machine_names():
         path = Path(name).expanduser()
         if not path.is_file():
-            close = [each for each in machine_names() if each.startswith(name)]
-            close = close or difflib.get_close_matches(name, machine_names(), n=1)
-            meant = f'. Did you mean "{close[0]}"?' if close else "."
+            matches = [machine for machine in machine_names() if machine.startswith(name)]
+            matches = matches or difflib.get_close_matches(name, machine_names(), n=1)
+            suggestion = f'. Did you mean "{matches[0]}"?' if matches else "."
             raise MachineFileError(
-                f'--machine: there is no machine and no file "{name}"{meant} Machines: {", ".join(machine_names())}; '
-                "`megatrain-tier doctor --save-profile FILE` writes a file for the machine that runs it"
+                f'--machine: there is no machine and no file "{name}"{suggestion} Machines: '
+                f"{', '.join(machine_names())}; `megatrain-tier doctor --save-profile FILE` writes a file for the "
+                "machine that runs it"
             )
     try:
         return path.stem, MachineFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -240,15 +241,15 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
 
 def _first_problem_text(error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_input=False)
-    first = problems[0]
-    place = ".".join(str(part) for part in first["loc"])
-    what = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        what = "is missing"
-    elif first["type"] == "extra_forbidden":
-        what = "is not a key of a machine file"
-    more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{place}: {what}{more}" if place else f"{what}{more}"
+    problem = problems[0]
+    location = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        message = "is missing"
+    elif problem["type"] == "extra_forbidden":
+        message = "is not a key of a machine file"
+    suffix = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{location}: {message}{suffix}" if location else f"{message}{suffix}"
 
 
 def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mapping[str, int]) -> str:
@@ -311,5 +312,5 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
 
 def _quoted(text: str) -> str:
     """Return a text as a quoted TOML string."""
-    plain = "".join(each if each.isprintable() else "?" for each in text)
-    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    printable = "".join(character if character.isprintable() else "?" for character in text)
+    return '"' + printable.replace("\\", "\\\\").replace('"', '\\"') + '"'

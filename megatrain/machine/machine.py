@@ -70,7 +70,7 @@ class Machine(ABC):
         """Return the key of each path's drive in the profile."""
 
     @abstractmethod
-    def bypasses_ram(self, table: TiersConfig) -> bool:
+    def can_bypass_ram(self, table: TiersConfig) -> bool:
         """Return whether blocks move directly between all drives and a GPU. The config can disable this.
 
         Raises:

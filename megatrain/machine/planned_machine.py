@@ -57,7 +57,7 @@ class PlannedMachine(Machine):
     @cached_property
     def drives(self) -> Sequence[tuple[str, DriveTable]]:
         """(key in the profile, figures) of each drive, in the order of a config's ``[[tiers.nvme]]``."""
-        return [(f"{table.name} {number}", table) for table in self.file.drives for number in range(table.count)]
+        return [(f"{table.name} {index}", table) for table in self.file.drives for index in range(table.count)]
 
     def drive_spaces(self, table: TiersConfig, output_dir: Path) -> list[Space]:
         """Return the space of empty drives. A path beyond the last drive has none."""
@@ -66,10 +66,10 @@ class PlannedMachine(Machine):
 
     def drive_keys(self, paths: Sequence[Path]) -> list[str]:
         """Return the keys of the drives in order. A path beyond the last drive gets a key without rates."""
-        keys = [key for key, _ in self.drives] + [f"beyond {number}" for number in range(len(paths))]
+        keys = [key for key, _ in self.drives] + [f"beyond {index}" for index in range(len(paths))]
         return keys[: len(paths)]
 
-    def bypasses_ram(self, table: TiersConfig) -> bool:
+    def can_bypass_ram(self, table: TiersConfig) -> bool:
         return table.direct == "on"
 
     def rates(self) -> LoadedProfile:
@@ -77,12 +77,12 @@ class PlannedMachine(Machine):
         origins = [figure for _, figure in self.file.figures()]
         num_published = sum(figure.source is not None for figure in origins)
         num_estimated = sum(figure.estimate is not None for figure in origins)
-        made = f"{num_published} of its figures are published ones, {num_estimated} estimated"
+        origin_text = f"{num_published} of its figures are published ones, {num_estimated} estimated"
         if not num_published and not num_estimated:
-            made = "measured there by doctor"
-        where = f"predicted for {self.name} ({self.file.title})"
+            origin_text = "measured there by doctor"
+        subject = f"predicted for {self.name} ({self.file.title})"
         return LoadedProfile(
-            self.profile, origin=f"rates           {where}: {made}; no rate was measured for this plan"
+            self.profile, origin=f"rates           {subject}: {origin_text}; no rate was measured for this plan"
         )
 
     @cached_property

@@ -114,7 +114,7 @@ class MachineProfile(_Record):
     @property
     def key(self) -> str:
         """Identifier of this machine in the file of profiles."""
-        return _key_of(self.host, self.cpu, self.ram_bytes)
+        return _machine_key(self.host, self.cpu, self.ram_bytes)
 
     def drive_of(self, path: Path) -> DriveProfile | None:
         """Return the rates of a path's drive, or None if not measured. The path need not exist."""
@@ -159,7 +159,7 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
         return LoadedProfile(None)
     except (OSError, ValueError) as error:
         return LoadedProfile(None, f"{path} is not used: {_reason(error)}. `megatrain-tier doctor` writes a new one")
-    machine = machines.get(_key_of(platform.node(), cpu_name(), psutil.virtual_memory().total))
+    machine = machines.get(_machine_key(platform.node(), cpu_name(), psutil.virtual_memory().total))
     if machine is None and machines:
         return LoadedProfile(None, f"{path} has no figures of this machine, only of {', '.join(sorted(machines))}")
     return LoadedProfile(machine)
@@ -178,20 +178,20 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
         machines = dict(_ProfileFile.model_validate_json(path.read_bytes()).machines)
     except (OSError, ValueError):
         machines = {}
-    before = machines.get(machine.key)
-    if before is not None:
-        machine = machine.model_copy(update={"drives": {**before.drives, **machine.drives}})
+    old_profile = machines.get(machine.key)
+    if old_profile is not None:
+        machine = machine.model_copy(update={"drives": {**old_profile.drives, **machine.drives}})
     machines[machine.key] = machine
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    fd, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(_ProfileFile(machines=machines).model_dump_json(indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary_path, path)
     except BaseException:
-        os.unlink(temporary)
+        os.unlink(temporary_path)
         raise
     return path
 
@@ -216,12 +216,12 @@ def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError):
         return error.strerror or "it cannot be read"
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return f"{place}: {first['msg']}" if place else str(first["msg"])
+        problem = error.errors(include_url=False, include_input=False)[0]
+        location = ".".join(str(part) for part in problem["loc"])
+        return f"{location}: {problem['msg']}" if location else str(problem["msg"])
     return str(error)
 
 
-def _key_of(host: str, cpu: str, ram_bytes: int) -> str:
+def _machine_key(host: str, cpu: str, ram_bytes: int) -> str:
     """Return the identifier of a machine: host name, processor and RAM."""
     return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels report sizes that differ by some MiB

@@ -42,7 +42,7 @@ class TierSpecs:
             return "ram"
         return "gpu" if device.type == "cuda" or self.emulates_gpu else "ram"
 
-    def bypasses_ram(self, device: torch.device) -> bool:
+    def can_bypass_ram(self, device: torch.device) -> bool:
         """Return whether blocks move directly between files and GPU memory.
 
         For an emulated GPU, this is simulated with plain system calls, and only if the config requests direct movement.
@@ -52,7 +52,7 @@ class TierSpecs:
         """
         if self.table.direct == "off" or not self.table.nvme or self.compute_tier(device) != "gpu":
             return False
-        return self.table.direct == "on" if self.emulates_gpu else self.machine.bypasses_ram(self.table)
+        return self.table.direct == "on" if self.emulates_gpu else self.machine.can_bypass_ram(self.table)
 
     def ram_capacity_bytes(self) -> int:
         """Return the RAM tier's capacity. "auto" is the free RAM, minus the margin and minus an emulated GPU tier.
@@ -61,14 +61,14 @@ class TierSpecs:
             ConfigError: GPU and RAM are one memory, and the config leaves too little for the system.
         """
         (total, free), gpu_size = self.machine.ram, self.table.gpu.size
-        margin, of_gpu, is_one = self.table.safety_margin.resolve(total), 0, self.machine.has_unified_memory
-        if is_one:
+        margin, gpu_bytes, is_unified = self.table.safety_margin.resolve(total), 0, self.machine.has_unified_memory
+        if is_unified:
             margin = max(margin, unified_reserve_bytes(total))
-        if self.emulates_gpu or (is_one and not gpu_size.is_auto):
-            of_gpu = gpu_size.resolve(total)
-        capacity = self.table.ram.size.resolve(total, auto_bytes=max(0, free - margin - of_gpu))
-        if is_one:
-            _check_unified_memory(self.table, capacity + of_gpu, total)
+        if self.emulates_gpu or (is_unified and not gpu_size.is_auto):
+            gpu_bytes = gpu_size.resolve(total)
+        capacity = self.table.ram.size.resolve(total, auto_bytes=max(0, free - margin - gpu_bytes))
+        if is_unified:
+            _check_unified_memory(self.table, capacity + gpu_bytes, total)
         return capacity
 
     def gpu_capacity_bytes(self, device: torch.device) -> int:
@@ -103,10 +103,10 @@ def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def stripe_rates(paths: Sequence[Path], given: Sequence[float], machine: Machine) -> list[float]:
+def stripe_rates(paths: Sequence[Path], shares: Sequence[float], machine: Machine) -> list[float]:
     """Return the NVMe paths' relative shares: as configured, else the drives' known rates, else equal shares."""
-    if len(paths) <= 1 or len(given) == len(paths):
-        return list(given) or [1.0] * len(paths)
+    if len(paths) <= 1 or len(shares) == len(paths):
+        return list(shares) or [1.0] * len(paths)
     profile = machine.rates().machine
     drives = [] if profile is None else [profile.drives.get(key) for key in machine.drive_keys(paths)]
     rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
@@ -125,17 +125,17 @@ def unified_reserve_bytes(total_bytes: int) -> int:
 
 def _check_unified_memory(table: TiersConfig, requested_bytes: int, total_bytes: int) -> None:
     """Raise ``ConfigError`` if the tiers' sizes leave too little of the memory that GPU and CPU share."""
-    most = total_bytes - unified_reserve_bytes(total_bytes)
-    if requested_bytes <= most:
+    limit = total_bytes - unified_reserve_bytes(total_bytes)
+    if requested_bytes <= limit:
         return
     sizes = {"tiers.ram.size": table.ram.size, "tiers.gpu.size": table.gpu.size}
-    given = {key: f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto}
+    texts = {key: f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto}
     text = (
-        f"{' and '.join(given.values())}: GPU and RAM are one memory here, of "
-        f"{format_size(total_bytes)}, and with less than {format_size(total_bytes - most)} left the system hangs "
+        f"{' and '.join(texts.values())}: GPU and RAM are one memory here, of "
+        f"{format_size(total_bytes)}, and with less than {format_size(total_bytes - limit)} left the system hangs "
         "instead of ending the run"
     )
-    raise ConfigError("the config", [Problem(next(iter(given)), text, f'Write at most "{most // GiB}GiB", or "auto"')])
+    raise ConfigError("the config", [Problem(next(iter(texts)), text, f'Write at most "{limit // GiB}GiB", or "auto"')])
 
 
 def library_bytes(total_bytes: int) -> int:
@@ -152,10 +152,10 @@ def describe_library_memory(machine: Machine, capacity_bytes: int, device: torch
     if device.type != "cuda" or not machine.has_gpu or machine.has_unified_memory:
         return ""
     total, free = machine.gpu_memory(device)
-    left, allowed = max(0, free - capacity_bytes), library_bytes(total)
+    spare, limit = max(0, free - capacity_bytes), library_bytes(total)
     text = (
-        f"{format_size(left)} of free GPU memory are outside of the tier; libraries are allowed {format_size(allowed)}"
+        f"{format_size(spare)} of free GPU memory are outside of the tier; libraries are allowed {format_size(limit)}"
     )
-    if left < allowed:
-        text += f" of it: with more than tiers.gpu.size = {format_size(max(0, free - allowed))} they may find none"
+    if spare < limit:
+        text += f" of it: with more than tiers.gpu.size = {format_size(max(0, free - limit))} they may find none"
     return text

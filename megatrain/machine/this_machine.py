@@ -49,20 +49,20 @@ class ThisMachine(Machine):
 
     def drive_spaces(self, table: TiersConfig, output_dir: Path) -> list[Space]:
         """Return the space of the paths' file systems. Files that this run left count as free."""
-        numbers = [file_systems.file_system_number(drive.path) for drive in table.nvme]
-        num_sharing = Counter(number for number, drive in zip(numbers, table.nvme, strict=True) if drive.size.is_auto)
-        found = []
-        for number, drive in zip(numbers, table.nvme, strict=True):
+        devices = [file_systems.file_system_number(drive.path) for drive in table.nvme]
+        num_paths = Counter(device for device, drive in zip(devices, table.nvme, strict=True) if drive.size.is_auto)
+        spaces = []
+        for device, drive in zip(devices, table.nvme, strict=True):
             disk = file_systems.disk_usage(drive.path)
-            share = max(0, disk.free - table.safety_margin.resolve(disk.total)) // max(1, num_sharing[number])
-            own = file_systems.own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
-            found.append(Space(disk.total, share + own))
-        return found
+            share = max(0, disk.free - table.safety_margin.resolve(disk.total)) // max(1, num_paths[device])
+            own_bytes = file_systems.own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
+            spaces.append(Space(disk.total, share + own_bytes))
+        return spaces
 
     def drive_keys(self, paths: Sequence[Path]) -> list[str]:
         return [file_system_of(path).key for path in paths]
 
-    def bypasses_ram(self, table: TiersConfig) -> bool:
+    def can_bypass_ram(self, table: TiersConfig) -> bool:
         """Return whether a test with kvikio has shown that GPUDirect Storage works on all drives."""
         if table.direct == "auto" and (table.verify == "always" or not may_open_driver()):
             return False

@@ -56,12 +56,12 @@ __all__ = [
     "ExportTargetError",
     "ShardPlan",
     "ShardWriter",
+    "atomic_folder",
     "check_target",
     "copy_tokenizer",
-    "export_model",
     "export_dtype",
+    "export_model",
     "exported_step",
-    "atomic_folder",
     "plan_file",
     "plan_shards",
     "write_record",
@@ -466,9 +466,9 @@ class _OpenWeights:
             return self._get_buffer(name).reshape(-1)[start : start + count]
         pieces: list[Tensor] = []
         for entry, read in self._entries[name]:
-            overlap_start, overlap_stop = max(start, entry.first), min(start + count, entry.first + entry.numel)
+            overlap_start, overlap_stop = max(start, entry.start), min(start + count, entry.start + entry.numel)
             if overlap_start < overlap_stop:
-                shift = entry.offset - entry.first
+                shift = entry.offset - entry.start
                 pieces.append(read(overlap_start + shift, overlap_stop + shift))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

@@ -30,9 +30,9 @@ __all__ = [
     "UnitKind",
     "UnsupportedModelError",
     "converted_graph",
-    "find_split_mismatch",
     "find_layers",
     "find_modules",
+    "find_split_mismatch",
     "graph_of",
 ]
 
@@ -415,7 +415,7 @@ class _UnitCollector:
         parameters = {f"{names[name]}{rows}": parameter for name, parameter in module.named_parameters()}
         (layout,) = build_layouts(path, parameters)
         entries = tuple(
-            replace(entry, part_of=name, first=part.rows.start * (entry.numel // len(part.rows)))
+            replace(entry, part_of=name, start=part.rows.start * (entry.numel // len(part.rows)))
             for entry, name in zip(layout.entries, names.values(), strict=True)
         )
         self.layouts[path] = replace(layout, entries=entries)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import UnitLayout
-from megatrain.base.precision import high_half
+from megatrain.base.precision import encode_high_half
 from megatrain.models.folder import ModelFolderError, TensorRecord, tensor_bytes
 from megatrain.models.load import WeightLoader
 from megatrain.models.packed import Packing, pack, split_rows
@@ -200,7 +200,7 @@ class FolderSource:
         view = torch.as_strided(out.view(dtype), file_range.shape, file_range.stride, file_range.offset)
         if piece.dtype != dtype and dtype == torch.bfloat16:
             cast_piece = torch.empty(piece.numel(), dtype=torch.bfloat16)
-            high_half(piece.float(), cast_piece)
+            encode_high_half(piece.float(), cast_piece)
             piece = cast_piece
         view.copy_(piece.view(file_range.shape))
         if (key, index) not in self._checked_ranges:  # check only once, because the files do not change during the run

@@ -143,7 +143,7 @@ class WeightLoader:
 
     def _fill_range(self, layout: UnitLayout, entry: TensorEntry, start: int, out: Tensor) -> None:
         """Fill ``out`` with a parameter's elements, starting at element ``start``."""
-        step, start = self._find_step(entry.parameter), entry.first + start
+        step, start = self._find_step(entry.parameter), entry.start + start
         with torch.no_grad():
             if step is None:  # transformers permits that the folder lacks this parameter, and initializes it
                 self._get_initializer(layout).read(entry.parameter, start, out)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import UnitLayout
-from megatrain.base.precision import high_half
+from megatrain.base.precision import encode_high_half
 from megatrain.models.folder import ModelFolder, TensorRecord
 from megatrain.models.quantized import Decoder
 from megatrain.models.regions import Region
 from tiered.units import round_up
 
-__all__ = ["Packing", "split_rows", "pack"]
+__all__ = ["Packing", "pack", "split_rows"]
 
 #: Alignment of all parts of a block: a GPU cache line, which is a multiple of every element size.
 _ALIGNMENT_BYTES = 128
@@ -138,7 +138,7 @@ class Packing:
         if self.dtype != torch.bfloat16:
             return numbers
         output = torch.empty_like(numbers, dtype=torch.bfloat16)
-        high_half(numbers, output)  # round as for all loaded weights
+        encode_high_half(numbers, output)  # round as for all loaded weights
         return output
 
 
@@ -193,13 +193,13 @@ def pack(
         regions = find_regions(entry.parameter)
         if regions is None:
             return None
-        stop = entry.first + entry.numel
-        for region in chain.from_iterable(region.clip(entry.first, stop) for region in regions):
+        stop = entry.start + entry.numel
+        for region in chain.from_iterable(region.clip(entry.start, stop) for region in regions):
             record = folder.records[region.source]
             is_contiguous = region.source_strides == torch.empty(region.shape, device="meta").stride()
             if not record.dtype.is_floating_point or not is_contiguous:
                 return None
-            target = Target(region.shape, region.target_strides, entry.offset + region.target_start - entry.first)
+            target = Target(region.shape, region.target_strides, entry.offset + region.target_start - entry.start)
             decoder = record.decoder
             if decoder is None:
                 offset = record.offset + region.source_start * record.dtype.itemsize

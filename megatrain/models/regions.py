@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ReadSpan", "Region", "trace_regions", "read_regions", "region_of"]
+__all__ = ["ReadSpan", "Region", "read_regions", "region_of", "trace_regions"]
 #: Maximum number of elements to read per requested element. A box with wider gaps is read row by row.
 _MAX_WASTE = 1.5
 #: Rows that span fewer elements are read together with their gaps, because one call per row would cost more.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_skeleton",
+    "is_multimodal",
     "loaded_dtypes",
     "multimodal_class",
-    "is_multimodal",
     "resolve_config",
     "single_document_rows",
 ]

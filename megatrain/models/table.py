@@ -6,20 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_tuple, is_path, key, refusal
+from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_tuple, explain, key, mark_path
 
-ModelPath = Annotated[str, is_path(name=r"[\w.-]+/[\w.-]+|[\w-]+")]
-AdapterPath = Annotated[str, Field(min_length=1), is_path()]
+ModelPath = Annotated[str, mark_path(name=r"[\w.-]+/[\w.-]+|[\w-]+")]
+AdapterPath = Annotated[str, Field(min_length=1), mark_path()]
 TargetModules = Annotated[
     str | Annotated[tuple[str, ...], Field(min_length=1)],
     BeforeValidator(as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-    refusal("is not a list of modules", 'Write a list of names: ["q_proj", "v_proj"], "all-linear" or "auto"'),
+    explain("is not a list of modules", 'Write a list of names: ["q_proj", "v_proj"], "all-linear" or "auto"'),
 ]
-TemplatePath = Annotated[str, is_path("auto")]
-LigerChoice = Annotated[Literal["auto"] | bool, refusal("is not a valid choice", 'Write true, false or "auto"')]
+TemplatePath = Annotated[str, mark_path("auto")]
+LigerChoice = Annotated[Literal["auto"] | bool, explain("is not a valid choice", 'Write true, false or "auto"')]
 NoRemoteCode = Annotated[
-    Literal[False], refusal("is not possible: code in a model folder is never run here", "Remove the key")
+    Literal[False], explain("is not possible: code in a model folder is never run here", "Remove the key")
 ]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TaskHead", "set_head", "head_modules", "head_of", "other_class_advice"]
+__all__ = ["TaskHead", "head_modules", "head_of", "other_class_advice", "set_head"]
 
 _ATTRIBUTE = "_megatrain_task_head"
 _OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # class name suffixes of unsupported tasks

@@ -16,10 +16,10 @@ from megatrain.optim.table import StateDtype
 __all__ = [
     "BLOCK_ELEMENTS",
     "STATE_DTYPES",
-    "moment_code",
     "decode_moments",
     "encode_moments",
     "is_signed",
+    "moment_code",
     "moment_kinds",
     "rounding_key",
 ]

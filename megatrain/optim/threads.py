@@ -20,8 +20,8 @@ __all__ = [
     "cut",
     "default_num_threads",
     "elements_per_call",
-    "num_update_threads",
     "group_calls",
+    "num_update_threads",
 ]
 
 RANGE_ELEMENTS = 1 << 20

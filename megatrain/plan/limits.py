@@ -218,13 +218,13 @@ def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
 def _check_place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     """Check a path's kind of file system, and whether the path is on the expected mount."""
     key, folder, file_system = f"{path.key}.path", path.spec.path, path.file_system
-    if file_system.nature == "memory" and not allows_tmpfs:
-        text = f"{key}: {folder} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
+    if file_system.medium == "memory" and not allows_tmpfs:
+        text = f"{key}: {folder} is on {file_system.kind}, which {file_system.warning.partition(' ')[2]}, and are gone "
         advice = "Name a folder on a drive, or write allow_tmpfs = true in [tiers]"
         yield Objection(key, f"{text}after a restart", advice, "place")
-    elif file_system.caution:
+    elif file_system.warning:
         advice = "Name a folder on a drive of this machine for speed, and for checkpoints that stay"
-        yield Objection(key, f"{key}: {folder}: {file_system.caution}", advice, "note")
+        yield Objection(key, f"{key}: {folder}: {file_system.warning}", advice, "note")
     configured = path.spec.mount_point
     if configured is not None:
         mount_point = os.path.realpath(configured)

@@ -55,7 +55,7 @@ class _GpuMemory(RunTier):
         return tiers.compute_tier(device) == "gpu"
 
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
-        alignment = PAGE_BYTES if run.tiers.bypasses_ram(run.device) else _GPU_ALIGNMENT_BYTES
+        alignment = PAGE_BYTES if run.tiers.can_bypass_ram(run.device) else _GPU_ALIGNMENT_BYTES
         capacity = run.tiers.gpu_capacity_bytes(run.device)
         return TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace, links=link_pair("gpu", "ram"))
 
@@ -98,7 +98,7 @@ class _Drives(RunTier):
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
         tiers = run.tiers
         shares = check_rates(tiers.rates, len(tiers.table.nvme))
-        is_direct = tiers.bypasses_ram(run.device)
+        is_direct = tiers.can_bypass_ram(run.device)
         return TierBudget(
             "nvme",
             tiers.nvme_capacity_bytes(run.output_dir) // run.world.local_size,

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from megatrain.base.sizes import SIZE_SCHEMA, exact_size
-from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, key, plain_size, refusal
+from megatrain.base.sizes import SIZE_SCHEMA, dump_size
+from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, explain, key, parse_bytes
 from megatrain.machine.table import TierName
 
 
@@ -24,7 +24,7 @@ def _parse_prefetch(value: object) -> object:
         return value
     if isinstance(value, str) and value.strip() == "0":
         return 0
-    return plain_size(value)
+    return parse_bytes(value)
 
 
 _TIER = {"type": "string", "enum": list(get_args(TierName))}
@@ -32,17 +32,17 @@ Preference = Annotated[
     Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)],
     BeforeValidator(_parse_placement),
     WithJsonSchema({"anyOf": [{"const": "auto"}, _TIER, {"type": "array", "items": _TIER, "minItems": 1}]}),
-    refusal("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
+    explain("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
 ]
 PrefetchSize = Annotated[
     Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
     BeforeValidator(_parse_prefetch),
-    PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
+    PlainSerializer(lambda value: value if isinstance(value, str) else dump_size(value) if value else "0"),
     WithJsonSchema({"anyOf": [{"enum": ["auto", "unlimited", "0", 0]}, SIZE_SCHEMA]}),
 ]
 GroupCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=0)],
-    refusal("is not a number of groups", 'Write a whole number at least 0, or "auto"'),
+    explain("is not a number of groups", 'Write a whole number at least 0, or "auto"'),
 ]
 
 

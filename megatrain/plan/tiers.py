@@ -279,7 +279,7 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
         if plan.placement.homes[key] == "nvme":
             chunks = plan_chunks(block.nbytes, tiers.rates, tiers.file_bytes)
             num_copies = 1 + (table.num_generations if block.is_saved else 0)
-            for path_index, count in Counter(chunks.path_of_chunk).items():
+            for path_index, count in Counter(chunks.path_indices).items():
                 needs[spec.drives[path_index]] += num_copies * chunks.chunk_bytes * count
     if table.is_on:
         # All ranks write their parts of a checkpoint into the same folder.

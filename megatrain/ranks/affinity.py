@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["nearby_cores", "rank_cores", "parse_cores"]
+__all__ = ["nearby_cores", "parse_cores", "rank_cores"]
 
 _DEVICES = Path("/sys/bus/pci/devices")
 

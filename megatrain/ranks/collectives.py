@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megatrain.ranks.world import World
 
-__all__ = ["SingleRank", "Collectives", "RanksDifferError", "check_same", "make_collectives"]
+__all__ = ["Collectives", "RanksDifferError", "SingleRank", "check_same", "make_collectives"]
 
 _Result = TypeVar("_Result")
 

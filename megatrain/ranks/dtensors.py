@@ -25,8 +25,8 @@ __all__ = [
     "first_element",
     "is_dtensor",
     "is_unsharded",
-    "make_dtensor",
     "local_shard",
+    "make_dtensor",
     "tensor_version",
 ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatrain.ranks.lanes import Lanes, rank_lanes, rank_micro_batches, subtrees
 
-__all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "Sharding", "RankShards", "peer_links"]
+__all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "RankShards", "Sharding", "peer_links"]
 
 #: Names in links for ranks on the same host and for ranks on other hosts, as in ``"ranks->ram"``, ``"gpu->hosts"``.
 PEER, NETWORK = "ranks", "hosts"

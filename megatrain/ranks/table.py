@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatrain.base.table import Duration, Table, all_alter, key, refusal
+from megatrain.base.table import Duration, Table, all_alter, explain, key
 
 ThreadCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1)],
-    refusal("is not a number of threads", 'Write a whole number of at least 1, or "auto"'),
+    explain("is not a number of threads", 'Write a whole number of at least 1, or "auto"'),
 ]
 
 

@@ -26,8 +26,8 @@ __all__ = [
     "WorldError",
     "connect",
     "init",
-    "rendezvous_address",
     "rank_folder_name",
+    "rendezvous_address",
     "store_paths",
 ]
 

@@ -52,11 +52,11 @@ __all__ = [
     "EvaluationSet",
     "Evaluator",
     "Sampler",
+    "count_pass_traffic",
     "deal_micro_batches",
     "load_evaluation_sets",
     "make_samplers",
     "plan_evaluations",
-    "count_pass_traffic",
 ]
 
 

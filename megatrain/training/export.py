@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import UnitLayout
-from megatrain.base.precision import high_half
+from megatrain.base.precision import encode_high_half
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.inventory import find_checkpoint
 from megatrain.checkpoint.listing import still_exists
@@ -245,7 +245,7 @@ class _CheckpointWeights:
             self._loader.read(layout, start, master)
         if self.dtype != torch.float32:
             high = torch.empty(stop - start, dtype=self.dtype)
-            high_half(master, high)
+            encode_high_half(master, high)
             master.copy_(high)
         return master
 

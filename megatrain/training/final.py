@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.progress import Activity
-from megatrain.checkpoint.best import Best, BestSpec
+from megatrain.checkpoint.best import BestEvaluation, BestSpec
 from megatrain.converters.adapters import adapters_of, export_adapter
 from megatrain.models.converter import WeightSource
 from megatrain.models.export import export_dtype, export_model
@@ -52,7 +52,7 @@ class FinalExport:
     activity: Activity
     on_message: Callable[[str], None]
 
-    def write(self, step: int, best: Best | None, spec: BestSpec) -> Path:
+    def write(self, step: int, best: BestEvaluation | None, spec: BestSpec) -> Path:
         """Write the folder and return its path.
 
         Args:
@@ -96,7 +96,7 @@ class FinalExport:
             raise ExportStopped
         return folder
 
-    def _write_saved(self, best: Best, *, is_average: bool) -> Path:
+    def _write_saved(self, best: BestEvaluation, *, is_average: bool) -> Path:
         """Write the best evaluation's model from its checkpoint."""
         run = self.plan.run
         subject = "the average of the weights" if is_average else "the model"

@@ -216,5 +216,5 @@ def _make_writer(
             checkpoint is None or not checkpoint.belongs_to(run.output_dir) or each.is_not_newer_than(checkpoint)
         ),
         save_number=max(remote_save_number, *(copy.save_number for copy in copies), 0),
-        starts_over=checkpoint is None,
+        is_new_run=checkpoint is None,
     )

@@ -37,7 +37,7 @@ from megatrain.training.resolve import RunSettings, resolve_best
 from megatrain.training.weights import folder_record
 from tiered import checksum
 
-__all__ = ["RunStart", "describe_model", "with_decay_checksum", "with_checkpoint_settings"]
+__all__ = ["RunStart", "describe_model", "with_checkpoint_settings", "with_decay_checksum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class RunStart:
         if criteria[0] != criteria[1]:
             self.on_message(
                 f"warning: the best evaluation so far, of step {old_state.best.step}, was chosen by another "
-                f"metric, {old_spec.described}: the next one counts as the best"
+                f"metric, {old_spec.description}: the next one counts as the best"
             )
         return criteria[0] == criteria[1]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import TensorEntry, UnitLayout, entries_within
-from megatrain.base.precision import MASTER_ELEMENTS, encode, high_half
+from megatrain.base.precision import MASTER_ELEMENTS, encode, encode_high_half
 from megatrain.base.progress import Activity
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
@@ -90,7 +90,7 @@ class RandomWeights:
             self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             target = out[entry.offset + first - start : entry.offset + last - start]
-            self._current[1].read(entry.parameter, entry.first + first, target)
+            self._current[1].read(entry.parameter, entry.start + first, target)
 
     def load_buffers(self) -> None:
         """Do nothing, because the model has already created its buffers."""
@@ -405,7 +405,7 @@ class Weights:
                     self.source.read(layout, span.start, master)
                     target = high[span.start - weight_range.start : span.stop - weight_range.start]
                     if tensor is None:
-                        high_half(master, target)
+                        encode_high_half(master, target)
                     else:
                         encode(master, target, tensor[span.start - part.start : span.stop - part.start])
 
@@ -506,7 +506,7 @@ class Weights:
         self.source.read(layout, start, values)
         if self._is_split:
             rounded = torch.empty(stop - start, dtype=torch.bfloat16)
-            high_half(values, rounded)
+            encode_high_half(values, rounded)
             values.copy_(rounded)
         return values
 

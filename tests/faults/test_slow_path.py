@@ -22,7 +22,7 @@ class Clock:
 
 
 def move(meter: PathMeter, clock: Clock, seconds: float, news: list[str], *, is_write: bool = False) -> None:
-    with meter.moving(MiB, is_write=is_write, on_slow=news.append):
+    with meter.measure(MiB, is_write=is_write, on_slow=news.append):
         clock.now_s += seconds
 
 
@@ -58,12 +58,12 @@ def test_a_path_that_was_never_fast_is_not_slow() -> None:
 def test_many_parts_at_once_count_their_time_once() -> None:
     clock, news = Clock(), list[str]()
     meter = PathMeter(window_bytes=64 * MiB, clock_s=clock)
-    with meter.moving(MiB, is_write=False, on_slow=news.append):
+    with meter.measure(MiB, is_write=False, on_slow=news.append):
         clock.now_s += 1
-        with meter.moving(MiB, is_write=True, on_slow=news.append):
+        with meter.measure(MiB, is_write=True, on_slow=news.append):
             clock.now_s += 1
     clock.now_s += 100  # nothing in flight: the path is idle, not slow
-    with contextlib.suppress(OSError), meter.moving(MiB, is_write=False, on_slow=news.append):
+    with contextlib.suppress(OSError), meter.measure(MiB, is_write=False, on_slow=news.append):
         clock.now_s += 2
         raise OSError("the drive refused")
     rates = meter.rates()

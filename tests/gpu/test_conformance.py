@@ -26,10 +26,10 @@ class Gpu:
     def make_tier(self, capacity_bytes: int) -> Tier:
         return GpuTier(capacity_bytes)
 
-    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+    def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
         return mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("out of memory"))
 
-    def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+    def fail_transfers(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
         return mock.patch.object(slow, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from megatrain.base import limited
 from megatrain.base.observer import RunObserver, RunSummary, StepMetrics
-from megatrain.base.precision import high_half
+from megatrain.base.precision import encode_high_half
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.converters.adapters import AdapterError, adapters_of
@@ -315,6 +315,6 @@ def test_frozen_parts_of_a_full_run_are_read_in_place_and_exported(model: Path, 
     source, trained = load_file(model / "model.safetensors"), load_file(final)
     for name, weight in source.items():
         rounded = torch.empty(weight.numel(), dtype=torch.bfloat16)
-        high_half(weight.reshape(-1), rounded)
+        encode_high_half(weight.reshape(-1), rounded)
         is_frozen = name.startswith(("model.embed_tokens.", "model.layers.0."))
         assert torch.equal(trained[name].reshape(-1), rounded) == is_frozen, name

@@ -44,7 +44,7 @@ class Objects:
         return tier
 
     @contextmanager
-    def failing(self, fast: tiered.Tier, slow: tiered.Tier) -> Iterator[None]:
+    def fail_transfers(self, fast: tiered.Tier, slow: tiered.Tier) -> Iterator[None]:
         down = OSError(errno.ECONNRESET, "Connection reset by peer")
         files = slow._files  # type: ignore[attr-defined]
         with mock.patch.multiple(files, pipe_file=mock.Mock(side_effect=down), cat_file=mock.Mock(side_effect=down)):

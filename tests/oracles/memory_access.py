@@ -107,7 +107,7 @@ def split_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str
     return {
         entry.name: whole[entry.parameter]
         .detach()
-        .reshape(-1)[entry.first : entry.first + entry.numel]
+        .reshape(-1)[entry.start : entry.start + entry.numel]
         .view(entry.shape)
         for entry in entries
         if entry.parameter in whole

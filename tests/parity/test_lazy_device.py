@@ -41,7 +41,7 @@ def test_a_run_over_cuda_links_gives_the_bits_of_ram(
     monkeypatch.setattr(TierSpecs, "compute_tier", lambda tiers, device: "gpu")
     monkeypatch.setattr(TierSpecs, "gpu_capacity_bytes", lambda tiers, device: 16 * MiB)
     monkeypatch.setattr(run_tiers, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
-    monkeypatch.setattr(TierSpecs, "bypasses_ram", lambda tiers, device: past_ram)
+    monkeypatch.setattr(TierSpecs, "can_bypass_ram", lambda tiers, device: past_ram)
     monkeypatch.setattr(route, "make_mover", lambda tier, needs_gds: PosixMover(tier))
     submitted: list[str] = []
     submit = CudaLink.submit

@@ -170,7 +170,7 @@ class TestProbe:
     def _decide(self, tiers: str) -> bool:
         (self.folder / "run.toml").write_text(self.text.replace("TIERS", tiers))
         config = load_config(self.folder / "run.toml").config
-        return resolve_tiers(config).bypasses_ram(torch.device("cuda"))
+        return resolve_tiers(config).can_bypass_ram(torch.device("cuda"))
 
     def test_auto_uses_proven_direct_copies(self) -> None:
         assert self._decide("")

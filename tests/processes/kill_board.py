@@ -26,7 +26,7 @@ WATCHED = (
     ("tiered.tiers.snapshots", "Snapshots.sync", "flushing"),
     ("tiered.durable.generations", "sync_tree", "flushing"),
     ("tiered.durable.generations", "write_manifest", "flipping"),
-    ("tiered.durable.generations", "Generations._forget_old", "pruning"),
+    ("tiered.durable.generations", "Generations._forget_generations", "pruning"),
     ("tiered.durable.generations", "Generations._delete", "pruning"),
     ("tiered.durable.generations", "Generations._remove_unfinished", "pruning"),
     ("megatrain.checkpoint.local_copier", "LocalCopier._copy", "copying"),

@@ -29,7 +29,7 @@ class Ram:
 
 
 class TestRamTier(Ram, TierSuite):
-    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+    def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
         return mock.patch.object(slab_module, "_advise", return_value=errno.ENOMEM)
 
 
@@ -45,7 +45,7 @@ class GpuOnHost:
     def make_tier(self, capacity_bytes: int) -> Tier:
         return GpuTier(capacity_bytes, device="cpu")
 
-    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+    def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
         return mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("out of memory"))
 
 
@@ -70,12 +70,12 @@ class Nvme:
     def make_tier(self, capacity_bytes: int) -> Tier:
         return NvmeTier(self.paths, capacity_bytes, chunk_bytes=128 * KiB)
 
-    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+    def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
         full = OSError(errno.ENOSPC, "No space left on device")
         return mock.patch.object(os, "posix_fallocate", side_effect=full)
 
     @contextmanager
-    def failing(self, fast: Tier, slow: Tier) -> Iterator[None]:
+    def fail_transfers(self, fast: Tier, slow: Tier) -> Iterator[None]:
         with mock.patch.object(os, "pwritev", side_effect=EIO), mock.patch.object(os, "preadv", side_effect=EIO):
             yield
 

@@ -120,7 +120,7 @@ def check_slab_of_child(folder: Path) -> None:
         assert slot is not None
         if nbytes == 96 * MiB:
             tier.free(slot)
-    assert 32 * MiB <= tier._spare.nbytes <= 60 * MiB
+    assert 32 * MiB <= tier._spare_pages.nbytes <= 60 * MiB
 
     def work() -> str:
         own = tier.allocate(32 * MiB, name="own", home=False)

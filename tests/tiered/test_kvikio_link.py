@@ -104,7 +104,7 @@ def test_missing_kvikio_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("engine", ["posix", "auto"])
 def test_without_gds_system_calls_carry_the_bytes(tmp_path: Path, engine: Engine) -> None:
     nvme = tier(tmp_path, engine)
-    if not probe_kvikio(tmp_path).carries_gds:
+    if not probe_kvikio(tmp_path).has_gds:
         assert isinstance(make_mover(nvme), PosixMover)
     nvme.close()
 
@@ -163,7 +163,7 @@ def test_probe_detects_the_stand_in_capabilities(
     found = probe_kvikio(tmp_path)
     assert found.installed and found.version and found.libcuda
     assert found.host_bytes == found.gpu_bytes == MiB, found
-    assert not found.carries_gds and found.reason, found
+    assert not found.has_gds and found.reason, found
     assert not list(tmp_path.iterdir())
     assert set(sys.modules) == modules, "kvikio is imported in the probe's process only"
 

@@ -297,19 +297,19 @@ def page_faults() -> int:
 
 def test_slab_reuses_the_pages_of_a_closed_one() -> None:
     spare = SparePages(64 * MiB)
-    first = HostSlab(5 * MiB, spare=spare)
+    first = HostSlab(5 * MiB, spare_pages=spare)
     first.tensor.fill_(7)
     before = resident_bytes()
     first.close()
     assert spare.nbytes == 4 * MiB and -2 * MiB <= resident_bytes() - before <= -MiB // 2, "the rest is not a huge page"
-    second = HostSlab(9 * MiB, spare=spare)
+    second = HostSlab(9 * MiB, spare_pages=spare)
     assert (spare.nbytes, spare.moved_bytes) == (0, 4 * MiB)
     assert 3 * MiB <= resident_bytes() - before <= 5 * MiB
     assert bool((second.tensor[: 4 * MiB] == 7).all()) and not second.tensor[4 * MiB :].any()
     second.tensor.fill_(1)
     second.close()
     before, faults = resident_bytes(), page_faults()
-    third = HostSlab(8 * MiB, spare=spare)
+    third = HostSlab(8 * MiB, spare_pages=spare)
     third.tensor.fill_(2)
     assert page_faults() - faults < 64 and -MiB <= resident_bytes() - before <= MiB
     third.close()
@@ -319,13 +319,13 @@ def test_slab_reuses_the_pages_of_a_closed_one() -> None:
 
 def test_pages_that_a_tensor_still_shows_do_not_move() -> None:
     spare = SparePages(64 * MiB)
-    slab = HostSlab(4 * MiB, spare=spare)
+    slab = HostSlab(4 * MiB, spare_pages=spare)
     tensor, view = slab.tensor.view(torch.float32)[5:], slab.view(0, 4096)
     tensor.fill_(3)
     slab.close()
     del view
     assert spare.nbytes == 0
-    other = HostSlab(4 * MiB, spare=spare)
+    other = HostSlab(4 * MiB, spare_pages=spare)
     other.tensor.zero_()
     assert float(tensor.sum()) == 3 * (MiB - 5)
 
@@ -344,13 +344,13 @@ def test_a_tier_has_no_more_resident_than_its_capacity() -> None:
         elif slot := tier.allocate(draw.choice([1, 3, 5, 13, 21]) * MiB + 4096, name="block", home=False):
             held.append(slot)
             tier.tensor(slot, (slot.nbytes,), torch.uint8).fill_(1)
-        assert 0 <= tier._spare.nbytes <= tier._pool.free_bytes
+        assert 0 <= tier._spare_pages.nbytes <= tier._pool.free_bytes
         assert -MiB <= resident_bytes() - before <= 50 * MiB - reserved
-    assert 100 * MiB < tier._spare.moved_bytes < 300 * 21 * MiB
+    assert 100 * MiB < tier._spare_pages.moved_bytes < 300 * 21 * MiB
     for slot in held:
         tier.free(slot)
     tier.close()
-    assert tier._spare.nbytes == 0 and -MiB <= resident_bytes() - before <= 4 * MiB
+    assert tier._spare_pages.nbytes == 0 and -MiB <= resident_bytes() - before <= 4 * MiB
 
 
 def test_bytes_that_are_reserved_are_given_back_first() -> None:
@@ -359,10 +359,10 @@ def test_bytes_that_are_reserved_are_given_back_first() -> None:
     assert slot is not None
     tier.free(slot)
     small = tier.allocate(4 * MiB, name="small", home=False)
-    assert small is not None and 8 * MiB <= tier._spare.nbytes <= 10 * MiB
+    assert small is not None and 8 * MiB <= tier._spare_pages.nbytes <= 10 * MiB
     before = resident_bytes()
     tier.reserve(12 * MiB)
-    assert tier._spare.nbytes == 0 and -11 * MiB <= resident_bytes() - before <= -8 * MiB
+    assert tier._spare_pages.nbytes == 0 and -11 * MiB <= resident_bytes() - before <= -8 * MiB
 
 
 def test_refused_page_move_ends_moves_without_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_refused_page_move_ends_moves_without_leaks(monkeypatch: pytest.MonkeyPa
         tier.tensor(slot, (nbytes,), torch.uint8).fill_(1)
         assert nbytes - 2 * MiB <= resident_bytes() - before <= nbytes + 2 * MiB
         tier.free(slot)
-    assert (calls[0], tier._spare.moved_bytes, tier._spare.nbytes) == (3, 4 * MiB, 0)
+    assert (calls[0], tier._spare_pages.moved_bytes, tier._spare_pages.nbytes) == (3, 4 * MiB, 0)
 
 
 def test_a_kernel_without_moves_keeps_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,8 +408,8 @@ def test_spare_pages_are_released_if_addresses_are_scarce() -> None:
 def test_units_grow_with_the_tier() -> None:
     """Each unit may be a separate mapping, and a process has 65,530 mappings."""
     spare = SparePages(1 << 40)
-    HostSlab(64 * MiB, spare=spare).close()
+    HostSlab(64 * MiB, spare_pages=spare).close()
     assert spare.nbytes == 0
-    HostSlab(130 * MiB, spare=spare).close()
+    HostSlab(130 * MiB, spare_pages=spare).close()
     assert spare.nbytes == 128 * MiB
     spare.close()

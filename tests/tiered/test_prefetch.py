@@ -158,14 +158,14 @@ def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_lat
         store.set_schedule(
             Schedule([Access(tick, key, "fast") for tick, key in enumerate(("home", "away", "late"))], 3)
         )
-        assert store._movement.prefetcher._away.for_blocks(store._blocks).keys == {"away"}
+        assert store._movement.prefetcher._fetch_schedule.select(store._blocks).keys == {"away"}
         store.register("other", (8,), torch.float32, home="slow")
-        away = store._movement.prefetcher._away
-        assert away.for_blocks(store._blocks).keys == {"away"}, "the schedule does not contain it"
+        away = store._movement.prefetcher._fetch_schedule
+        assert away.select(store._blocks).keys == {"away"}, "the schedule does not contain it"
         store.register("late", (8,), torch.float32, home="slow")
-        assert store._movement.prefetcher._away.for_blocks(store._blocks).keys == {"away", "late"}
+        assert store._movement.prefetcher._fetch_schedule.select(store._blocks).keys == {"away", "late"}
         store.set_schedule(Schedule([Access(0, "home", "fast")], 1))
-        assert not store._movement.prefetcher._away.for_blocks(store._blocks).keys
+        assert not store._movement.prefetcher._fetch_schedule.select(store._blocks).keys
 
 
 KEYS, MODES = st.sampled_from("abc"), st.sampled_from(["r", "rw", "w"])

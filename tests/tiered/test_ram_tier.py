@@ -101,7 +101,7 @@ def test_slabs_prefer_the_numa_node_of_the_gpu(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(slab_module, "_PCI_DEVICES", tmp_path)
     monkeypatch.setattr(slab_module, "_NODES_WITH_MEMORY", nodes)
     monkeypatch.setattr(slab_module.torch.cuda, "get_device_properties", lambda device: seen)
-    found = slab_module._node_of_gpu.__wrapped__
+    found = slab_module._gpu_node.__wrapped__
     assert found(0) == 1
     (device / "numa_node").write_text("-1\n")
     assert found(0) is None, "the machine does not report it"

@@ -192,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
         for block in self.store._movement.blocks.values():
             for copy in block.copies.values():
                 assert copy.state not in (CopyState.FILLING, CopyState.DRAINING)
-                assert copy.readers == copy.wanted == 0 and block.num_transfers == 0
+                assert copy.readers == copy.num_waiters == 0 and block.num_transfers == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

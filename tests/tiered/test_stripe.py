@@ -30,7 +30,7 @@ def test_chunks_cover_the_contents_with_little_padding(
 ) -> None:
     nbytes %= 1 << 34
     plan = plan_chunks(nbytes, rates, max_chunk)
-    num_chunks = len(plan.path_of_chunk)
+    num_chunks = len(plan.path_indices)
     assert plan.chunk_bytes % 4096 == 0 and plan.chunk_bytes > 0
     assert nbytes <= plan.slot_bytes < nbytes + 4096 * num_chunks + (num_chunks == 0)
     assert num_chunks == 0 or (num_chunks - 1) * plan.chunk_bytes < nbytes, "a last chunk without contents"
@@ -38,17 +38,17 @@ def test_chunks_cover_the_contents_with_little_padding(
 
 
 def test_one_path_makes_one_file_of_a_block() -> None:
-    assert plan_chunks(437 * MiB + 5, (1.0,)).path_of_chunk == (0,)
+    assert plan_chunks(437 * MiB + 5, (1.0,)).path_indices == (0,)
     assert plan_chunks(437 * MiB + 5, (1.0,)).chunk_bytes == 437 * MiB + 4096
-    assert len(plan_chunks(600 * MiB, (1.0,)).path_of_chunk) == 2
+    assert len(plan_chunks(600 * MiB, (1.0,)).path_indices) == 2
     assert plan_chunks(600 * MiB, (1.0,)).slot_bytes == 600 * MiB
 
 
 def test_small_blocks_reach_every_path_in_proportion() -> None:
-    assert sorted(plan_chunks(64 * KiB, (1.0, 1.0)).path_of_chunk) == [0, 1]
-    assert sorted(plan_chunks(64 * KiB, (3.0, 1.0)).path_of_chunk) == [0, 0, 0, 1]
+    assert sorted(plan_chunks(64 * KiB, (1.0, 1.0)).path_indices) == [0, 1]
+    assert sorted(plan_chunks(64 * KiB, (3.0, 1.0)).path_indices) == [0, 0, 0, 1]
     assert plan_chunks(100, (1.0, 1.0)).slot_bytes == 4096
-    assert plan_chunks(0, (1.0, 1.0)).path_of_chunk == ()
+    assert plan_chunks(0, (1.0, 1.0)).path_indices == ()
 
 
 @pytest.mark.parametrize("rates", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("inf")], [1.0, float("nan")]])

@@ -276,7 +276,7 @@ class LeavesItsEventOpen(HostLink):
 class ClosesInAHurry(HostLink):
     def close(self) -> None:
         with self._workers._changed:
-            self._workers._urgent.clear()
+            self._workers._urgent_jobs.clear()
         super().close()
 
 

@@ -35,7 +35,7 @@ class TestUnifiedTier(TierSuite):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return UnifiedTier(capacity_bytes)
 
-    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+    def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
         return mock.patch.object(slab_module, "_advise", return_value=errno.ENOMEM)
 
 
@@ -56,7 +56,7 @@ class Files:
         return default_links([fast, slow])
 
     @contextmanager
-    def failing(self, fast: Tier, slow: Tier) -> Iterator[None]:
+    def fail_transfers(self, fast: Tier, slow: Tier) -> Iterator[None]:
         with mock.patch.object(os, "pwritev", side_effect=EIO), mock.patch.object(os, "preadv", side_effect=EIO):
             yield
 

@@ -86,8 +86,7 @@ def chunk_files(
     Args:
         other_folders: folders of the same array on other paths, searched for files that are missing in ``folder``.
         chunk_bytes: size of each file, if already known.
-        moved_paths: current paths of moved drives, by recorded path. A link to a recorded path is resolved to the
-            current path.
+        moved_paths: current paths of moved drives, by recorded path. Links to recorded paths are resolved with it.
 
     Raises:
         GenerationError: the folder has no array.
@@ -99,8 +98,8 @@ def chunk_files(
     starts = range(0, spec.nbytes, chunk_bytes)
     if len(starts) > _MAX_FILES:
         raise GenerationError(f"the document of block '{spec.key}' in '{folder}' claims {len(starts)} files. {ADVICE}")
-    for number, start in enumerate(starts):
-        paths = [_current_path(place / "c" / str(number), moved_paths) for place in (folder, *other_folders)]
+    for index, start in enumerate(starts):
+        paths = [_current_path(root / "c" / str(index), moved_paths) for root in (folder, *other_folders)]
         path = next((path for path in paths if path.exists()), paths[0])  # A dangling link does not "exist".
         files.append(ChunkFile(path, start, chunk_bytes))
     return files
@@ -161,19 +160,19 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
     """
     chunk_bytes = new_chunk_bytes(spec)
     folder = root / spec.key
-    found: list[str] = []
+    checksums: list[str] = []
     try:
         make_groups(root, spec.key)
         write_document(folder, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
         (folder / "c").mkdir()
-        for number, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
-            with opened(folder / "c" / str(number), os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        for index, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
+            with opened(folder / "c" / str(index), os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
 
                 def write(piece: tuple[int, int], fd: int = fd, start: int = start) -> str:
                     return write_range(fd, piece[0], contents(start + piece[0], start + piece[1]))
 
                 os.posix_fallocate(fd, 0, chunk_bytes)  # If the drive is full, this fails before the first write.
-                found += _map_pieces(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
+                checksums += _map_pieces(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
                 os.fsync(fd)
                 drop_cached(fd)  # Drop the pages, now that they are flushed, so that later reads come from the drive.
     except TransferError:  # Raised by ``contents``. It is also an OSError, so do not convert it below.
@@ -182,7 +181,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
         path = str(error.filename or folder)
         text = f"block '{spec.key}' cannot be written: {error.strerror}"
         raise TransferError(text, tier=spec.home, path=path, errno=error.errno) from error
-    return tuple(found)
+    return tuple(checksums)
 
 
 def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
@@ -193,12 +192,12 @@ def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
         data: 1-D uint8 on any device.
     """
     digest = Digest()
-    whole = _num_direct_bytes(data)
-    if whole:
-        view = memoryview(data[:whole].numpy().data)
+    direct_bytes = _num_direct_bytes(data)
+    if direct_bytes:
+        view = memoryview(data[:direct_bytes].numpy().data)
         digest.update(view)
         write_all(fd, view, offset)
-    for start in range(whole, data.numel(), _SCRATCH_BYTES):
+    for start in range(direct_bytes, data.numel(), _SCRATCH_BYTES):
         nbytes = min(_SCRATCH_BYTES, data.numel() - start)
         scratch = _scratch()[: round_up(nbytes, PAGE_BYTES)]
         torch.from_numpy(scratch[:nbytes]).copy_(data[start : start + nbytes])
@@ -229,21 +228,21 @@ def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
 
 def sync_tree(root: Path, top: Path) -> None:
     """Flush all documents and folders below ``root``, and the parent folders of ``root`` up to ``top``."""
-    above = [folder for folder in root.parents if folder == top or top in folder.parents]
-    documents = [path for folder in above if (path := folder / DOCUMENT_NAME).exists()]
-    sync_paths([*documents_and_folders(root), *documents, *above], sync_path)
+    parents = [folder for folder in root.parents if folder == top or top in folder.parents]
+    documents = [path for folder in parents if (path := folder / DOCUMENT_NAME).exists()]
+    sync_paths([*documents_and_folders(root), *documents, *parents], sync_path)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor | None = None) -> tuple[str, ...]:
+def read_array(files: Sequence[ChunkFile], spec: BlockSpec, out: torch.Tensor | None = None) -> tuple[str, ...]:
     """Read a block's chunk files with several threads, and return one checksum per piece.
 
     The checksum of a piece in a truncated file covers only the existing bytes.
 
     Args:
-        into: destination, contiguous 1-D uint8 on any device. None if only the checksums are needed.
+        out: destination, contiguous 1-D uint8 on any device. None if only the checksums are needed.
 
     Raises:
         GenerationError: a file is missing.
@@ -251,22 +250,21 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
     """
 
     def read(piece: tuple[int, int]) -> str:
-        return read_piece(files, spec, piece, None if into is None else into[slice(*piece)])
+        return read_piece(files, spec, piece, None if out is None else out[slice(*piece)])
 
     return tuple(_map_pieces(read, pieces(spec.nbytes), _NUM_THREADS))
 
 
-def read_small(path: str, into: torch.Tensor) -> str | None:
+def read_small(path: str, out: torch.Tensor) -> str | None:
     """Read the first bytes of a file with as few system calls as possible, and return their checksum.
 
     Args:
-        into: destination, 1-D uint8 of at most ``SMALL_BYTES`` on any device. Its contents are undefined if the result
-            is None.
+        out: destination, 1-D uint8 of at most ``SMALL_BYTES`` on any device. Undefined if the result is None.
 
     Returns:
         None if the file is missing, too short or unreadable. ``read_array`` then reports the cause.
     """
-    nbytes = into.numel()
+    nbytes = out.numel()
     scratch = _scratch()[: round_up(nbytes, PAGE_BYTES)]
     try:
         fd = open_direct(path, os.O_RDONLY)
@@ -282,25 +280,25 @@ def read_small(path: str, into: torch.Tensor) -> str | None:
     if count < nbytes:
         return None
     contents = scratch[:nbytes]
-    into.copy_(torch.from_numpy(contents))
+    out.copy_(torch.from_numpy(contents))
     return checksum(contents.data)
 
 
 def read_piece(
-    files: Sequence[ChunkFile], spec: BlockSpec, piece: tuple[int, int], into: torch.Tensor | None = None
+    files: Sequence[ChunkFile], spec: BlockSpec, piece: tuple[int, int], out: torch.Tensor | None = None
 ) -> str:
     """Read one piece of a block and return its checksum; see ``read_array``.
 
     Args:
         piece: byte range [start, stop) of the piece.
-        into: destination with the size of the piece, or None.
+        out: destination with the size of the piece, or None.
     """
     digest, nbytes = Digest(), 0
-    for path, first, last, start in parts_of(files, *piece):
-        target = None if into is None else into[start - piece[0] : start - piece[0] + last - first]
+    for path, begin, end, start in parts_of(files, *piece):
+        target = None if out is None else out[start - piece[0] : start - piece[0] + end - begin]
         try:
             with opened(path, os.O_RDONLY) as fd:
-                nbytes += read_range(fd, first, last - first, target, digest)
+                nbytes += read_range(fd, begin, end - begin, target, digest)
                 drop_cached(fd)
         except FileNotFoundError as error:
             raise GenerationError(f"a part of block '{spec.key}' is missing: {missing_text(path)}") from error
@@ -310,29 +308,29 @@ def read_piece(
     return digest.hexdigest() if nbytes else "nothing"
 
 
-def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, digest: Digest) -> int:
+def read_range(fd: int, offset: int, nbytes: int, out: torch.Tensor | None, digest: Digest) -> int:
     """Read at most ``nbytes`` bytes of a file and add them to ``digest``. Return the number of bytes read.
 
     Args:
         offset: offset in the file, a multiple of 4096.
-        into: destination, 1-D uint8 of ``nbytes`` on any device, or None.
+        out: destination, 1-D uint8 of ``nbytes`` on any device, or None.
     """
-    done = 0
-    whole = 0 if into is None else _num_direct_bytes(into)
-    if into is not None and whole:
-        view = memoryview(into[:whole].numpy().data)
-        done = read_all(fd, view, offset)
-        digest.update(view[:done])
-    while whole <= done < nbytes:
-        scratch = _scratch()[: round_up(min(_SCRATCH_BYTES, nbytes - done), PAGE_BYTES)]
-        count = min(read_all(fd, memoryview(scratch.data), offset + done), nbytes - done)
+    num_read = 0
+    direct_bytes = 0 if out is None else _num_direct_bytes(out)
+    if out is not None and direct_bytes:
+        view = memoryview(out[:direct_bytes].numpy().data)
+        num_read = read_all(fd, view, offset)
+        digest.update(view[:num_read])
+    while direct_bytes <= num_read < nbytes:
+        scratch = _scratch()[: round_up(min(_SCRATCH_BYTES, nbytes - num_read), PAGE_BYTES)]
+        count = min(read_all(fd, memoryview(scratch.data), offset + num_read), nbytes - num_read)
         digest.update(memoryview(scratch[:count].data))
-        if into is not None:
-            into[done : done + count].copy_(torch.from_numpy(scratch[:count]))
-        done += count
+        if out is not None:
+            out[num_read : num_read + count].copy_(torch.from_numpy(scratch[:count]))
+        num_read += count
         if count < len(scratch):
             break
-    return done
+    return num_read
 
 
 def check_pieces(
@@ -340,7 +338,7 @@ def check_pieces(
     files: Sequence[ChunkFile],
     nbytes: int,
     expected: Sequence[str],
-    found: Sequence[str],
+    checksums: Sequence[str],
     generation: int | None = None,
 ) -> None:
     """Raise ``CorruptBlockError`` if a piece's checksum is not the expected one. It describes the first such piece.
@@ -348,11 +346,13 @@ def check_pieces(
     Args:
         generation: number of the generation, for the message.
     """
-    for number, piece in enumerate(pieces(nbytes)):
-        wanted = expected[number] if number < len(expected) else "none"
-        actual = found[number] if number < len(found) else "none"
-        if actual != wanted:
-            raise CorruptBlockError(key, wanted, actual, place=place_text(files, *piece), generation=generation)
+    for index, piece in enumerate(pieces(nbytes)):
+        expected_sum = expected[index] if index < len(expected) else "none"
+        actual_sum = checksums[index] if index < len(checksums) else "none"
+        if actual_sum != expected_sum:
+            raise CorruptBlockError(
+                key, expected_sum, actual_sum, place=place_text(files, *piece), generation=generation
+            )
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -364,9 +364,9 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def page_aligned(nbytes: int) -> torch.Tensor:
     """Return page-aligned host memory for O_DIRECT, 1-D uint8."""
-    whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
-    skip = -whole.data_ptr() % PAGE_BYTES
-    return whole[skip : skip + nbytes]
+    buffer = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+    offset = -buffer.data_ptr() % PAGE_BYTES
+    return buffer[offset : offset + nbytes]
 
 
 def _num_direct_bytes(data: torch.Tensor) -> int:
@@ -377,15 +377,15 @@ def _num_direct_bytes(data: torch.Tensor) -> int:
 
 def _scratch() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return page-aligned scratch memory of the calling thread. The memory is freed when the thread ends."""
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_thread_local, "scratch", None)
-    if found is None:
-        found = _thread_local.scratch = page_aligned(_SCRATCH_BYTES).numpy()
-    return found
+    buffer: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_thread_local, "scratch", None)
+    if buffer is None:
+        buffer = _thread_local.scratch = page_aligned(_SCRATCH_BYTES).numpy()
+    return buffer
 
 
-def _map_pieces(task: Callable[[tuple[int, int]], str], todo: Iterator[tuple[int, int]], num_threads: int) -> list[str]:
-    all_pieces = list(todo)
-    if len(all_pieces) < 2 or num_threads == 1:
-        return list(map(task, all_pieces))
-    with ThreadPoolExecutor(min(num_threads, len(all_pieces)), thread_name_prefix="tiered-pieces") as threads:
-        return list(threads.map(task, all_pieces))
+def _map_pieces(task: Callable[[tuple[int, int]], str], jobs: Iterator[tuple[int, int]], num_threads: int) -> list[str]:
+    all_jobs = list(jobs)
+    if len(all_jobs) < 2 or num_threads == 1:
+        return list(map(task, all_jobs))
+    with ThreadPoolExecutor(min(num_threads, len(all_jobs)), thread_name_prefix="tiered-pieces") as threads:
+        return list(threads.map(task, all_jobs))

@@ -154,7 +154,7 @@ class FrozenBlocks:
     ``freeze`` runs in the caller's thread, and the other methods run in the commit's thread.
 
     Args:
-        full: handler that waits for space if the drive of the store's directory is full.
+        full_drives: rule for writes while the drive of the store's directory is full.
         owner_tier: tier that owns this directory and counts the bytes written there, or None.
     """
 
@@ -164,7 +164,7 @@ class FrozenBlocks:
         leasing: Leasing,
         identity: StoreIdentity,
         generation: int,
-        full: FullDrives,
+        full_drives: FullDrives,
         owner_tier: DurableTier | None,
     ) -> None:
         self.folder = generation_folder(identity.path, generation)
@@ -172,10 +172,10 @@ class FrozenBlocks:
         self._leasing = leasing
         self._identity = identity
         self._name = generation_name(generation)
-        self._full = full
+        self._full_drives = full_drives
         self._owner_tier = owner_tier
-        self._frozen: list[_FrozenCopy] = []
-        self._start_s = self._frozen_s = time.perf_counter()
+        self._copies: list[_FrozenCopy] = []
+        self._start_s = self._freeze_end_s = time.perf_counter()
 
     # -- in the caller's thread --------------------------------------------------------------------------------
 
@@ -201,25 +201,25 @@ class FrozenBlocks:
         # files.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
-        written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
-        self._full.retry(str(self._identity.path), PAGE_BYTES + sum(map(array_bytes, written)), self._make_folder)
-        held_bytes = 0
+        specs = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
+        self._full_drives.retry(str(self._identity.path), PAGE_BYTES + sum(map(array_bytes, specs)), self._make_folder)
+        leased_bytes = 0
         for block in blocks:
-            frozen = self._freeze_block(block)
-            if frozen is None:
+            copy = self._freeze_block(block)
+            if copy is None:
                 continue
-            if (lease := frozen.lease) is not None:
-                held_bytes += array_bytes(block.spec)
+            if (lease := copy.lease) is not None:
+                leased_bytes += array_bytes(block.spec)
                 if lease.tier != block.spec.home:
                     with lease:
-                        frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
-                    held_bytes -= array_bytes(block.spec)
+                        copy = replace(copy, checksums=self._write(copy, leased_bytes))
+                    leased_bytes -= array_bytes(block.spec)
                     with self._movement.changed:  # Another thread may have unregistered or pinned the block.
-                        is_here = self._movement.blocks.get(block.spec.key) is block and frozen.is_fetched
-                        if is_here and not block.copy_in(lease.tier).pins:
+                        should_evict = self._movement.blocks.get(block.spec.key) is block and copy.is_fetched
+                        if should_evict and not block.copy_in(lease.tier).pins:
                             self._leasing.evict(block.spec.key, lease.tier)
-            self._frozen.append(frozen)
-        self._frozen_s = time.perf_counter()
+            self._copies.append(copy)
+        self._freeze_end_s = time.perf_counter()
 
     def _make_folder(self) -> None:
         self._identity.mark(self.folder)
@@ -232,7 +232,7 @@ class FrozenBlocks:
             return WaitReason("lease")
         newest = block.newest()
         if newest is not None:
-            return self._movement.write_back(block, newest) or self._movement.waiting_for_transfer(newest, "drain")
+            return self._movement.write_back(block, newest) or self._movement.transfer_wait_reason(newest, "drain")
         return WaitReason("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
 
     def _freeze_block(self, block: Block) -> _FrozenCopy | None:
@@ -243,9 +243,9 @@ class FrozenBlocks:
         with self._movement.changed:
             if not self._wait_until_home_locked(block):
                 return None
-            where = self._movement.nearest_addressable(spec.home)
-            is_fetched = block.copy_in(where).slot is None
-            lease = self._leasing.acquire(spec.key, where, "r")
+            addressable_tier = self._movement.nearest_addressable(spec.home)
+            is_fetched = block.copy_in(addressable_tier).slot is None
+            lease = self._leasing.acquire(spec.key, addressable_tier, "r")
             lease.thread_id = NO_THREAD
             return _FrozenCopy(block, self.folder / spec.key, block.version, None, False, lease, is_fetched=is_fetched)
 
@@ -261,8 +261,8 @@ class FrozenBlocks:
 
     def _wait_until_home_locked(self, block: Block) -> bool:
         """Wait until the newest bytes of a block are home. Return False if the block is empty or unregistered."""
-        while (waiting := self._advance_write_back(block)) is not None:
-            self._leasing.wait_for_locked(waiting, block)
+        while (reason := self._advance_write_back(block)) is not None:
+            self._leasing.wait_for_home_locked(reason, block)
         return self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
 
     # -- in the commit's thread --------------------------------------------------------------------------------
@@ -273,44 +273,44 @@ class FrozenBlocks:
         Args:
             on_bytes: called with the number of bytes completed since the last call.
         """
-        found: dict[str, tuple[str, ...]] = {}
-        held = [each for each in self._frozen if each.lease is not None and not each.lease.is_released]
-        held_bytes = sum(array_bytes(each.block.spec) for each in held)
-        for frozen in self._frozen:
-            if frozen.lease is not None:
-                spec, checksums = frozen.block.spec, frozen.checksums
+        checksums_by_key: dict[str, tuple[str, ...]] = {}
+        leased_copies = [copy for copy in self._copies if copy.lease is not None and not copy.lease.is_released]
+        leased_bytes = sum(array_bytes(copy.block.spec) for copy in leased_copies)
+        for copy in self._copies:
+            if copy.lease is not None:
+                spec, checksums = copy.block.spec, copy.checksums
                 if checksums is None:
-                    checksums = self._write(frozen, held_bytes)
-                    held_bytes -= array_bytes(spec)
-                    frozen.lease.release()
-                found[spec.key] = checksums
+                    checksums = self._write(copy, leased_bytes)
+                    leased_bytes -= array_bytes(spec)
+                    copy.lease.release()
+                checksums_by_key[spec.key] = checksums
                 on_bytes(spec.nbytes)
-        linked = [frozen for frozen in self._frozen if frozen.lease is None]
-        flush_arrays([(frozen.folder, frozen.block.spec) for frozen in linked if not frozen.is_flushed])
-        for frozen in linked:
-            found[frozen.block.spec.key] = self._checksums_of_linked(frozen)
-            on_bytes(frozen.block.spec.nbytes)
-        return tuple(self._record(frozen, found[frozen.block.spec.key]) for frozen in self._frozen)
+        linked_copies = [copy for copy in self._copies if copy.lease is None]
+        flush_arrays([(copy.folder, copy.block.spec) for copy in linked_copies if not copy.is_flushed])
+        for copy in linked_copies:
+            checksums_by_key[copy.block.spec.key] = self._linked_checksums(copy)
+            on_bytes(copy.block.spec.nbytes)
+        return tuple(self._record(copy, checksums_by_key[copy.block.spec.key]) for copy in self._copies)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all frozen blocks."""
-        return sum(frozen.block.spec.nbytes for frozen in self._frozen)
+        return sum(copy.block.spec.nbytes for copy in self._copies)
 
     def release(self) -> None:
         """Release all remaining leases. Idempotent."""
-        for frozen in self._frozen:
-            if frozen.lease is not None and not frozen.lease.is_released:
-                frozen.lease.release()
+        for copy in self._copies:
+            if copy.lease is not None and not copy.lease.is_released:
+                copy.lease.release()
 
     def figures(self) -> CommitFigures:
         """Return the sizes and durations up to now."""
-        written = [frozen.block.spec for frozen in self._frozen if frozen.lease is not None]
+        written_specs = [copy.block.spec for copy in self._copies if copy.lease is not None]
         return CommitFigures(
             nbytes=self.num_bytes,
-            written_bytes=sum(map(array_bytes, written)),
-            linked_bytes=sum(frozen.linked_bytes for frozen in self._frozen),
-            freeze_s=self._frozen_s - self._start_s,
+            written_bytes=sum(map(array_bytes, written_specs)),
+            linked_bytes=sum(copy.linked_bytes for copy in self._copies),
+            freeze_s=self._freeze_end_s - self._start_s,
             seconds=time.perf_counter() - self._start_s,
         )
 
@@ -319,15 +319,15 @@ class FrozenBlocks:
         if self._movement.on_event is not None:
             with self._movement.changed:
                 self._movement.on_event(
-                    Event("commit", "", "", self.num_bytes, self._frozen_s, time.perf_counter(), self._name)
+                    Event("commit", "", "", self.num_bytes, self._freeze_end_s, time.perf_counter(), self._name)
                 )
 
-    def _write(self, frozen: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
+    def _write(self, copy: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
         """Write a leased block. If the drive is full, wait until ``need_bytes`` (for all leased blocks) are free."""
-        spec, path, owner_tier = frozen.block.spec, str(self._identity.path), self._owner_tier
+        spec, path, owner_tier = copy.block.spec, str(self._identity.path), self._owner_tier
         if owner_tier is not None:
             owner_tier.count_wear({owner_tier.paths.index(path): array_bytes(spec)})
-        return self._full.retry(path, need_bytes, partial(self._write_once, spec, self._tensor_of(frozen)))
+        return self._full_drives.retry(path, need_bytes, partial(self._write_once, spec, self._leased_tensor(copy)))
 
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
         owner_tier = self._owner_tier
@@ -344,33 +344,33 @@ class FrozenBlocks:
                     return self._write_once(spec, tensor)
             raise
 
-    def _tensor_of(self, frozen: _FrozenCopy) -> torch.Tensor:
+    def _leased_tensor(self, copy: _FrozenCopy) -> torch.Tensor:
         """Return a leased block's tensor. The calling thread's stream waits for the streams that wrote the tensor."""
-        spec, lease = frozen.block.spec, frozen.lease
+        spec, lease = copy.block.spec, copy.lease
         assert lease is not None, spec
-        slot = frozen.block.copies[lease.tier].slot
+        slot = copy.block.copies[lease.tier].slot
         assert slot is not None, spec
         if (tier := self._movement.stream_tiers.get(lease.tier)) is not None:
             tier.order_before(slot, tier.current_stream())
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
-    def _checksums_of_linked(self, frozen: _FrozenCopy) -> tuple[str, ...]:
+    def _linked_checksums(self, copy: _FrozenCopy) -> tuple[str, ...]:
         """Return the checksums of linked, flushed files. Reads the files unless their writes computed checksums."""
-        spec, checksums = frozen.block.spec, frozen.checksums
+        spec, checksums = copy.block.spec, copy.checksums
         if checksums is None:
-            checksums = read_array(chunk_files(frozen.folder, spec), spec)
+            checksums = read_array(chunk_files(copy.folder, spec), spec)
         with self._movement.changed:
-            home = frozen.block.home
+            home = copy.block.home
             # If the block has been written again, its home files are no longer the linked files.
-            is_unchanged = frozen.block.version == frozen.version and home.state is CopyState.CLEAN
+            is_unchanged = copy.block.version == copy.version and home.state is CopyState.CLEAN
             if is_unchanged and home.slot is not None:
                 files = files_of(home.slot)
                 files.checksums, files.is_flushed = checksums, True
         return checksums
 
-    def _record(self, frozen: _FrozenCopy, checksums: tuple[str, ...]) -> BlockRecord:
-        spec = frozen.block.spec
-        location = os.path.relpath(frozen.folder, self._identity.path)
+    def _record(self, copy: _FrozenCopy, checksums: tuple[str, ...]) -> BlockRecord:
+        spec = copy.block.spec
+        location = os.path.relpath(copy.folder, self._identity.path)
         return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, checksums, location)
 
 
@@ -386,6 +386,6 @@ def _check_keys(blocks: Sequence[Block]) -> None:
     keys = {block.spec.key for block in blocks}
     for key in keys:
         parts = key.split("/")
-        outer = next((o for end in range(1, len(parts)) if (o := "/".join(parts[:end])) in keys), None)
-        if outer is not None:
-            raise GenerationError(f"block '{key}' is inside block '{outer}' and cannot be committed: rename one")
+        outer_key = next((o for end in range(1, len(parts)) if (o := "/".join(parts[:end])) in keys), None)
+        if outer_key is not None:
+            raise GenerationError(f"block '{key}' is inside block '{outer_key}' and cannot be committed: rename one")

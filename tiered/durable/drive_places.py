@@ -45,18 +45,18 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
     places: dict[Path, DrivePlace] = {}
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
-        inside = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
+        subfolder = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
         # Arrays are on the first path, so an array's location gives the common parent of this path and the directory.
-        location = "." if block is None else os.path.normpath(block.location.removesuffix(inside) or ".")
-        num_up = Path(location).parts.count("..")
-        common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - num_up)))
-        here = Path(os.path.abspath(directory), *[".."] * num_up)
+        location = "." if block is None else os.path.normpath(block.location.removesuffix(subfolder) or ".")
+        depth = Path(location).parts.count("..")
+        common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - depth)))
+        base = Path(os.path.abspath(directory), *[".."] * depth)
         for path in map(Path, paths):
-            nearby = path if block is None else Path(os.path.normpath(here / os.path.relpath(path, common)))
+            nearby = path if block is None else Path(os.path.normpath(base / os.path.relpath(path, common)))
             is_moved = nearby != path  # If the directory was not moved, skip reading the note.
-            is_left = is_moved and not holds_part(nearby, manifest)
-            is_left = is_left and (holds_part(path, manifest) or _belongs_to_other_store(nearby, manifest.store))
-            places[path] = DrivePlace(path, nearby, path if is_left else nearby)
+            is_outside = is_moved and not holds_part(nearby, manifest)
+            is_outside = is_outside and (holds_part(path, manifest) or _belongs_to_other_store(nearby, manifest.store))
+            places[path] = DrivePlace(path, nearby, path if is_outside else nearby)
     return tuple(places.values())
 
 
@@ -75,7 +75,7 @@ def _belongs_to_other_store(path: Path, store: str) -> bool:
 def read_note(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty dict if the file is missing or invalid."""
     try:
-        found = json.loads(read_document_file(path))
+        document = json.loads(read_document_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -67,12 +67,12 @@ Register = Callable[..., BlockSpec]
 
 
 class Generations:
-    """Manager of a store's generations: commits, prunes and loads them. At most one commit is in progress.
+    """Generations of a store: commits, prunes and loads them. At most one commit is in progress.
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
-        keep: number of newest generations that commits keep, at least 1.
-        full: handler that waits for space if the drive of ``path`` is full and no tier owns the directory.
+        num_kept: number of newest generations that commits keep, at least 1.
+        full_drives: rule for writes while the drive of ``path`` is full. Unused if a tier owns the directory.
         notice: called with each message for the user.
     """
 
@@ -81,20 +81,20 @@ class Generations:
         movement: Movement,
         leasing: Leasing,
         path: str | None,
-        keep: int,
-        full: FullDrives,
+        num_kept: int,
+        full_drives: FullDrives,
         notice: Callable[[str], None],
     ) -> None:
         self._movement = movement
         self._leasing = leasing
         self._file_tiers = list(movement.durable_tiers.values())
         self.path = path
-        self.full = full
+        self.full = full_drives
         self._notice = notice
-        self.num_kept = max(1, keep)
+        self.num_kept = max(1, num_kept)
         self.keep_also: Callable[[], Collection[int]] | None = None
-        self._committing = threading.Lock()
-        self._last: Commit | None = None  # last commit, in progress or ended
+        self._commit_lock = threading.Lock()
+        self._last_commit: Commit | None = None  # last commit, in progress or ended
         self._directory: TierDirectory | None = None  # owner of ``path`` if no tier owns it
         self._identity: StoreIdentity | None = None
         self._abandoned: set[int] = set()  # generations newer than the loaded one
@@ -113,70 +113,70 @@ class Generations:
             TransferError: a write-back failed, or the previous commit failed and no other call has raised its error.
         """
         check_meta(meta)
-        with self._committing:
-            if self._last is not None:
-                self._last.wait_before_next()
-            store, full = self._prepare_directory()
+        with self._commit_lock:
+            if self._last_commit is not None:
+                self._last_commit.wait_before_next()
+            store, drives = self._prepare_directory()
             if self._directory is not None:
                 self._directory.check_lock()
-            number = self._next_number(store)
-            commit = Commit(self._movement, number)
-            frozen = FrozenBlocks(self._movement, self._leasing, store, number, full, self._owner_tier(store))
+            generation = self._next_generation(store)
+            commit = Commit(self._movement, generation)
+            blocks = FrozenBlocks(self._movement, self._leasing, store, generation, drives, self._owner_tier(store))
             try:
                 # Prune before freezing, so that at most ``keep`` generations exist (two if ``keep`` is 1).
-                make_room = partial(self._forget_old, store, max(min(1, self.num_kept), self.num_kept - 1))
-                doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
-                if frozen.has_blocking_writes():
-                    self._delete(store, doomed)  # The new generation may need the space of the old generations.
-                    doomed = []
-                frozen.freeze()
+                make_room = partial(self._forget_generations, store, max(min(1, self.num_kept), self.num_kept - 1))
+                old_generations = drives.retry(str(store.path), PAGE_BYTES, make_room)
+                if blocks.has_blocking_writes():
+                    self._delete(store, old_generations)  # The new generation may need the space of the old ones.
+                    old_generations = []
+                blocks.freeze()
             except BaseException as failure:
-                self._undo(store, frozen, number)
-                if (error := _as_transfer_error(failure, store.path, number)) is not failure:
+                self._undo(store, blocks, generation)
+                if (error := _as_transfer_error(failure, store.path, generation)) is not failure:
                     raise error from failure
                 raise
-            self._last, commit.num_bytes = commit, frozen.num_bytes
-            arguments = (commit, frozen, dict(meta), store, full, doomed)
+            self._last_commit, commit.num_bytes = commit, blocks.num_bytes
+            arguments = (commit, blocks, dict(meta), store, drives, old_generations)
             threading.Thread(target=self._finish, args=arguments, name="tiered-commit").start()
             return commit
 
     def _finish(
         self,
         commit: Commit,
-        frozen: FrozenBlocks,
+        blocks: FrozenBlocks,
         meta: Mapping[str, JSON],
         store: StoreIdentity,
-        full: FullDrives,
-        doomed: list[int],
+        drives: FullDrives,
+        old_generations: list[int],
     ) -> None:
         """Finish a commit: write leased blocks, check and flush all files, make the generation current, and prune."""
         is_committed = False
         error: BaseException | None = None
         figures: CommitFigures | None = None
         try:
-            self._delete(store, doomed)
-            blocks = frozen.write(commit.count)
+            self._delete(store, old_generations)
+            records = blocks.write(commit.count)
             for tier in self._file_tiers:
                 tier.snapshots.sync(generation_name(commit.generation))
             paths = {tier.name: tuple(tier.paths) for tier in self._file_tiers}
-            manifest = Manifest(commit.generation, blocks, meta, paths, store.id)
-            full.retry(str(store.path), PAGE_BYTES, partial(_publish_generation, frozen.folder, store.path, manifest))
+            manifest = Manifest(commit.generation, records, meta, paths, store.id)
+            drives.retry(str(store.path), PAGE_BYTES, partial(_publish_generation, blocks.folder, store.path, manifest))
             is_committed = True
             self._prune(store)
-            figures = frozen.figures()
-            frozen.emit()
+            figures = blocks.figures()
+            blocks.emit()
         except BaseException as failure:
             error = _as_transfer_error(failure, store.path, commit.generation)
             if is_committed:
-                frozen.release()
+                blocks.release()
             else:
-                self._undo(store, frozen, commit.generation)
+                self._undo(store, blocks, commit.generation)
         finally:
             commit.end(error, figures)
 
-    def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
+    def _undo(self, store: StoreIdentity, blocks: FrozenBlocks, generation: int) -> None:
         """Remove a failed commit's files, unless the top file already names its generation, which is then complete."""
-        frozen.release()
+        blocks.release()
         # The next commit deletes files that cannot be deleted now. If the top file is unreadable, keep the files,
         # because it may name this generation.
         with contextlib.suppress(OSError, GenerationError):
@@ -185,9 +185,9 @@ class Generations:
 
     def join(self) -> None:
         """Wait for the commit in progress. Warn if it failed and no call has raised its error."""
-        with self._committing:
-            if self._last is not None:
-                self._last.join()
+        with self._commit_lock:
+            if self._last_commit is not None:
+                self._last_commit.join()
 
     def close(self) -> None:
         """Release the directory, but keep its files. Idempotent."""
@@ -196,7 +196,7 @@ class Generations:
 
     # -- the directory -----------------------------------------------------------------------------------------
 
-    def _own_directory(self) -> StoreIdentity:
+    def _claim_directory(self) -> StoreIdentity:
         """Return the store's identity. If no file tier owns the store's directory, lock the directory."""
         if self._identity is not None:
             return self._identity
@@ -218,13 +218,13 @@ class Generations:
         """Remove unfinished generations. Return the store's identity and the ``FullDrives`` of its directory."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
-        full = self.full if owner is None else owner.full
+        drives = self.full if owner is None else owner.full
         try:
-            store = full.retry(str(path), PAGE_BYTES, self._own_directory)
+            store = drives.retry(str(path), PAGE_BYTES, self._claim_directory)
             self._remove_unfinished(store)
         except OSError as failure:
             raise _as_transfer_error(failure, path) from failure
-        return store, full
+        return store, drives
 
     def _owner_tier(self, store: StoreIdentity) -> DurableTier | None:
         """Return the file tier whose paths include the directory of generations, or None."""
@@ -237,62 +237,61 @@ class Generations:
     def _paths(self, store: StoreIdentity) -> list[str]:
         return list(dict.fromkeys([str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]))
 
-    def _next_number(self, store: StoreIdentity) -> int:
+    def _next_generation(self, store: StoreIdentity) -> int:
         """Return a number that no store has used for a generation on these paths."""
         return 1 + max([*newest_first(store.path), *used_numbers(self._paths(store))], default=0)
 
     # -- removal -----------------------------------------------------------------------------------------------
 
-    def _forget_old(self, store: StoreIdentity, keep: int) -> list[int]:
-        """Invalidate all but ``keep`` generations, and return the invalidated numbers for ``_delete``.
+    def _forget_generations(self, store: StoreIdentity, num_kept: int) -> list[int]:
+        """Invalidate all but ``num_kept`` generations, and return the invalidated numbers for ``_delete``.
 
-        Invalidates abandoned newer generations first, then the oldest. This is fast, because it only renames files on
-        file tiers.
+        Invalidates abandoned newer generations first, then the oldest. This is fast: file tiers only rename files.
         """
-        known = sorted(newest_first(store.path))
-        self._abandoned &= set(known)
+        generations = sorted(newest_first(store.path))
+        self._abandoned &= set(generations)
         # A generation may look damaged only because a drive is not mounted. Keep it until newer generations replace it.
-        num_newer = sum(number > max(self._skipped, default=0) for number in known)
-        protected = self._skipped if num_newer < max(1, self.num_kept) else set()
-        order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
-        wanted = set(self.keep_also()) if self.keep_also is not None else set()
-        unwanted = [number for number in order if number not in wanted | protected]
-        doomed = unwanted[: max(0, len(unwanted) - keep)]
+        num_newer = sum(generation > max(self._skipped, default=0) for generation in generations)
+        protected_generations = self._skipped if num_newer < max(1, self.num_kept) else set()
+        order = sorted(generations, key=lambda generation: (generation not in self._abandoned, generation))
+        kept_generations = set(self.keep_also()) if self.keep_also is not None else set()
+        candidates = [generation for generation in order if generation not in kept_generations | protected_generations]
+        old_generations = candidates[: max(0, len(candidates) - num_kept)]
         with contextlib.suppress(GenerationError):  # The next commit replaces a damaged top file.
-            if current_generation(store.path) in doomed:
-                left = [number for number in order if number not in doomed]
-                if left:
-                    make_current(store.path, left[-1])
+            if current_generation(store.path) in old_generations:
+                survivors = [generation for generation in order if generation not in old_generations]
+                if survivors:
+                    make_current(store.path, survivors[-1])
                 else:
                     forget_current(store.path)
-        for number in doomed:
+        for generation in old_generations:
             # Delete the manifest before its files are reused, because after a crash no manifest may name reused files.
-            forget_generation(store.path, number)
+            forget_generation(store.path, generation)
             for tier in self._file_tiers:
-                tier.snapshots.release(generation_name(number), store)
-        return doomed
+                tier.snapshots.release(generation_name(generation), store)
+        return old_generations
 
-    def _delete(self, store: StoreIdentity, doomed: list[int]) -> None:
+    def _delete(self, store: StoreIdentity, generations: list[int]) -> None:
         """Delete the folders of invalid generations, including their files in the store's directory."""
-        for number in doomed:
+        for generation in generations:
             for tier in self._file_tiers:
-                tier.snapshots.drop(generation_name(number), store)
-            folder = generation_folder(store.path, number)
+                tier.snapshots.drop(generation_name(generation), store)
+            folder = generation_folder(store.path, generation)
             if store.owns(folder):
                 remove_snapshot_folder(folder)
 
     def _prune(self, store: StoreIdentity) -> None:
         try:
-            self._delete(store, self._forget_old(store, max(1, self.num_kept)))
+            self._delete(store, self._forget_generations(store, max(1, self.num_kept)))
         except OSError as error:  # The new generation is committed, so let the next commit retry the removal.
             self._notice(f"old generations in '{store.path}' could not be removed: {error}")
 
     def _remove_unfinished(self, store: StoreIdentity) -> None:
         """Remove generations that a crash left partly written or partly removed, on all paths."""
-        known = set(newest_first(store.path))
-        found = {number for number, folder in self._snapshot_folders(store) if store.owns(folder)}
-        for number in sorted(found - known):
-            self._remove(store, number)
+        complete_generations = set(newest_first(store.path))
+        own_generations = {generation for generation, folder in self._snapshot_folders(store) if store.owns(folder)}
+        for generation in sorted(own_generations - complete_generations):
+            self._remove(store, generation)
         for _, folder in self._snapshot_folders(store):
             remove_if_empty(folder)
 
@@ -305,9 +304,9 @@ class Generations:
 
     def load(self, generation: int | None, on_bytes: Callable[[int], None]) -> Manifest:
         """Fill the registered durable blocks from a generation; see ``TieredStore.load``."""
-        with self._committing:
-            if self._last is not None:
-                self._last.wait_before_next()
+        with self._commit_lock:
+            if self._last_commit is not None:
+                self._last_commit.wait_before_next()
             reader = self._reader(generation)
             loader = self._loader(reader)
             loader.check_registered()
@@ -319,15 +318,14 @@ class Generations:
         """Register the blocks of a committed generation in an empty store, with verified contents.
 
         Args:
-            generation: number of the generation. By default, opens the newest complete generation and reports damaged
-                newer ones.
+            generation: number of the generation. If None, opens the newest complete one and reports damaged newer ones.
 
         Raises:
             GenerationError: the generation does not exist or is incomplete.
             CorruptBlockError: a block is damaged. If ``generation`` is not set, no generation is intact.
             CapacityError: the tiers are too small.
         """
-        with self._committing:
+        with self._commit_lock:
             if generation is None:
                 reader = self._fill_newest_complete(register, unregister)
                 self._skipped = {number for number in newest_first(reader.path) if number > reader.generation}
@@ -337,14 +335,14 @@ class Generations:
                 self._mark_abandoned(reader)
 
     def _fill(self, reader: GenerationReader, register: Register) -> None:
-        def registered() -> Iterator[str]:
+        def register_blocks() -> Iterator[str]:
             for key in reader.blocks:
                 spec = reader.spec(key)
-                home = spec.home if spec.home in self._movement.tiers else self._movement.slowest_writable
-                register(key, spec.shape, spec.dtype, home=home)
+                tier = spec.home if spec.home in self._movement.tiers else self._movement.slowest_writable
+                register(key, spec.shape, spec.dtype, home=tier)
                 yield key  # The caller fills this block before registering the next block, which may reuse freed files.
 
-        self._loader(reader).fill_all(registered())
+        self._loader(reader).fill_all(register_blocks())
 
     def _fill_newest_complete(self, register: Register, unregister: Callable[..., None]) -> GenerationReader:
         """Fill the store from the newest complete generation, and report damaged newer generations."""
@@ -376,19 +374,19 @@ class Generations:
         Args:
             problems: this method appends a sentence about each unusable generation and about the used generation.
         """
-        for number in newest_first(self._require_path()):
+        for generation in newest_first(self._require_path()):
             unregister(*self._movement.blocks)
-            if number >= newest:
+            if generation >= newest:
                 continue
             try:
-                reader = self._open_reader(number)
+                reader = self._open_reader(generation)
                 self._fill(reader, register)
             except NewerFormatError:
                 raise
             except (CorruptBlockError, GenerationError, CapacityError) as error:
-                problems.append(f"generation {number} cannot be used: {error}")
+                problems.append(f"generation {generation} cannot be used: {error}")
             else:
-                problems.append(f"Using generation {number}, the newest complete one")
+                problems.append(f"Using generation {generation}, the newest complete one")
                 return reader
         return None
 
@@ -422,26 +420,26 @@ class Generations:
         with self._movement.changed:
             self._leasing.check_open()
             blocks = self._movement.blocks.values()
-            chosen = list(blocks) if keys is None else [self._leasing.block(key) for key in keys]
-        return sum(map(self._verify, chosen))
+            selected_blocks = list(blocks) if keys is None else [self._leasing.block(key) for key in keys]
+        return sum(map(self._verify, selected_blocks))
 
     def _verify(self, block: Block) -> int:
         with self._movement.changed:
             slot = block.home.slot
-            is_there = self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
-            if not is_there or slot is None or not isinstance(slot.resource, HomeFiles) or block.writer is not None:
+            is_current = self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
+            if not is_current or slot is None or not isinstance(slot.resource, HomeFiles) or block.writer is not None:
                 return 0
             home, expected = slot.resource, slot.resource.checksums
             if expected is None:
                 return 0
             block.home.readers += 1  # While it has a reader, other threads cannot change or free the block.
         try:
-            found = read_array(home.files, block.spec)
+            checksums = read_array(home.files, block.spec)
         finally:
             with self._movement.changed:
                 block.home.readers -= 1
                 self._movement.changed.notify_all()
-        check_pieces(home.key, home.files, block.spec.nbytes, expected, found)
+        check_pieces(home.key, home.files, block.spec.nbytes, expected, checksums)
         return block.spec.nbytes
 
 
@@ -459,16 +457,16 @@ def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
     folders = [folder for tier in tiers if isinstance(tier, DurableTier) for folder in tier.paths]
     if path is not None and os.path.abspath(path) not in folders:
         folders.append(path)
-    for number, first, clash in folder_clashes(folders):
-        raise ValueError(f"'{folders[number]}' {clash} '{folders[first]}': give each its own folder")
+    for index, other_index, relation in folder_clashes(folders):
+        raise ValueError(f"'{folders[index]}' {relation} '{folders[other_index]}': give each its own folder")
 
 
 def refuse_committed(path: str) -> None:
     """Raise ``GenerationError`` if a directory has generations, because a new store's commits would prune them."""
-    known = list_generations(path)
-    if known:
+    generations = list_generations(path)
+    if generations:
         raise GenerationError(
-            f"'{path}' has generation {known[-1]}, which a new store ignores and its commits remove. "
+            f"'{path}' has generation {generations[-1]}, which a new store ignores and its commits remove. "
             f"Continue it with TieredStore.open({path!r}, tiers), name another path, or start empty with "
             "TieredStore(tiers, overwrite=True)"
         )
@@ -485,8 +483,8 @@ def _as_transfer_error(failure: BaseException, path: Path, generation: int | Non
     """Convert a commit's ``OSError`` to ``TransferError``. Return other errors unchanged."""
     if not isinstance(failure, OSError) or isinstance(failure, TransferError):
         return failure
-    what = "generations" if generation is None else f"generation {generation}"
-    text = f"{what} cannot be written: {failure.strerror}"
+    subject = "generations" if generation is None else f"generation {generation}"
+    text = f"{subject} cannot be written: {failure.strerror}"
     return TransferError(text, tier="generations", path=str(failure.filename or path), errno=failure.errno)
 
 
@@ -506,21 +504,21 @@ class _Loader:
     def check_registered(self) -> None:
         """Raise ``GenerationError`` unless the store and the generation have the same durable blocks."""
         reader = self.reader
-        where = f"generation {reader.generation} in '{reader.path}'"
+        source = f"generation {reader.generation} in '{reader.path}'"
         advice = "it was made with another model or other settings"
         with self.movement.changed:
             specs = {block.spec.key: block.spec for block in self.movement.blocks.values() if block.spec.durable}
         for key, spec in specs.items():
-            record, here = reader.blocks.get(key), f"{spec.shape} of {dtype_name(spec.dtype)}"
+            record, expected = reader.blocks.get(key), f"{spec.shape} of {dtype_name(spec.dtype)}"
             if record is None:
-                raise GenerationError(f"{where} has no block '{key}', which is {here} here: {advice}")
+                raise GenerationError(f"{source} has no block '{key}', which is {expected} here: {advice}")
             if (record.shape, record.dtype) != (spec.shape, dtype_name(spec.dtype)):
-                there = f"{record.shape} of {record.dtype}"
-                raise GenerationError(f"block '{key}' is {there} in {where}, and {here} here: {advice}")
+                recorded = f"{record.shape} of {record.dtype}"
+                raise GenerationError(f"block '{key}' is {recorded} in {source}, and {expected} here: {advice}")
         for key, record in reader.blocks.items():
             if key not in specs:
                 raise GenerationError(
-                    f"{where} has a block '{key}', {record.shape} of {record.dtype}, which this store lacks: {advice}"
+                    f"{source} has a block '{key}', {record.shape} of {record.dtype}, which this store lacks: {advice}"
                 )
 
     def fill_all(self, keys: Iterable[str], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -537,14 +535,14 @@ class _Loader:
             TransferError: a drive returned an error.
             LeaseError: a block is leased.
         """
-        small: list[BlockSpec] = []
+        batch: list[BlockSpec] = []
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tiered-load") as threads:
 
-            def read_small_ones() -> None:
-                self._read_small(small, threads)
-                for spec in small:
+            def read_batch() -> None:
+                self._read_small(batch, threads)
+                for spec in batch:
                     on_bytes(spec.nbytes)
-                small.clear()
+                batch.clear()
 
             for key in keys:
                 self.reader.spec(key)  # This raises an error if the record is invalid.
@@ -552,15 +550,15 @@ class _Loader:
                 spec = block.spec
                 home_device = self.movement.tiers[spec.home].device
                 if spec.nbytes <= SMALL_BYTES and home_device is not None and home_device.type == "cpu":
-                    small.append(spec)
-                    if len(small) == _NUM_THREADS * _BLOCKS_PER_TASK:
-                        read_small_ones()
+                    batch.append(spec)
+                    if len(batch) == _NUM_THREADS * _BLOCKS_PER_TASK:
+                        read_batch()
                     continue
                 self.leasing.discard([key])
                 if not self._adopt(block):
                     self._read_into_place(block)
                 on_bytes(spec.nbytes)
-            read_small_ones()
+            read_batch()
 
     def _read_small(self, specs: Sequence[BlockSpec], threads: ThreadPoolExecutor) -> None:
         """Read blocks into their home slots in RAM with several threads. No stream uses these slots."""
@@ -575,10 +573,10 @@ class _Loader:
         if requests:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
                 starts = range(0, len(leases), _BLOCKS_PER_TASK)
-                reads = [threads.submit(read, leases[start : start + _BLOCKS_PER_TASK]) for start in starts]
-                wait(reads)  # Wait for all reads, because no thread may write to a slot after the lease has ended.
-                for each in reads:
-                    each.result()
+                futures = [threads.submit(read, leases[start : start + _BLOCKS_PER_TASK]) for start in starts]
+                wait(futures)  # Wait for all reads, because no thread may write to a slot after the lease has ended.
+                for future in futures:
+                    future.result()
 
     def _adopt(self, block: Block) -> bool:
         """Use the snapshot's files as the home slot, without moving bytes. Return False if the tier lacks them."""
@@ -646,16 +644,16 @@ def remove_generation(
         paths = [Path(os.path.abspath(path)) for path in search]
         identity = StoreIdentity(read_store_id(directory) or "", directory)
         # Collect the paths of all manifests, because the manifest of this generation may be damaged.
-        for number in list_generations(directory):
+        for other_generation in list_generations(directory):
             with contextlib.suppress(GenerationError):
-                reader = GenerationReader(directory, number, search)
+                reader = GenerationReader(directory, other_generation, search)
                 paths += reader.paths()
                 identity = StoreIdentity(identity.id or reader.manifest.store, directory)
         _make_other_current(directory, generation)
         forget_generation(directory, generation)
         # Remove the generation's folder last. After a crash, it identifies the remaining files on other drives.
-        for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
-            if number == generation and identity.owns(folder):
+        for other_generation, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
+            if other_generation == generation and identity.owns(folder):
                 remove_snapshot_folder(folder)
     finally:
         lock.release()
@@ -663,12 +661,12 @@ def remove_generation(
 
 def _make_other_current(directory: Path, generation: int) -> None:
     """Make the newest other generation current, unless the top file already names one of the others."""
-    others = [number for number in newest_first(directory) if number != generation]
+    other_generations = [number for number in newest_first(directory) if number != generation]
     try:
         current = current_generation(directory)
     except GenerationError:
         current = None
-    if others and current not in others:
-        make_current(directory, others[0])
-    elif not others:
+    if other_generations and current not in other_generations:
+        make_current(directory, other_generations[0])
+    elif not other_generations:
         forget_current(directory)

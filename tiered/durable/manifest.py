@@ -138,10 +138,10 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
         return _newest_manifest(directory)
     path = generation_folder(directory, generation) / MANIFEST_NAME
     if not path.exists():
-        known = ", ".join(map(str, list_generations(directory))) or "none"
+        generations = ", ".join(map(str, list_generations(directory))) or "none"
         raise GenerationError(
             f"no generation {generation} in '{os.fspath(directory)}' ('{path}' does not exist). "
-            f"Existing generations: {known}"
+            f"Existing generations: {generations}"
         )
     body = _read_checksummed(path)
     try:
@@ -156,18 +156,18 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
 
 
 def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    known = newest_first(directory)
-    if not known:
+    generations = newest_first(directory)
+    if not generations:
         current = current_generation(directory)
         if current is None:
             raise GenerationError(f"nothing was committed in '{os.fspath(directory)}'")
         return read_manifest(directory, current)  # This raises an error that names the missing manifest.
     if top_problem(directory) is None:
-        return read_manifest(directory, known[0])
+        return read_manifest(directory, generations[0])
     problems = []
-    for number in known:
+    for generation in generations:
         try:
-            return read_manifest(directory, number)
+            return read_manifest(directory, generation)
         except NewerFormatError:
             raise
         except GenerationError as error:
@@ -181,19 +181,20 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
     Raises:
         NewerFormatError: a newer version of this package wrote the file.
     """
-    known, top = list_generations(directory), Path(directory, MANIFEST_NAME)
+    generations, path = list_generations(directory), Path(directory, MANIFEST_NAME)
     try:
         current = current_generation(directory)
     except NewerFormatError:
         raise
     except GenerationError as error:
         return str(error)
-    if current == (known[-1] if known else None):
+    if current == (generations[-1] if generations else None):
         return None
-    found = "is missing" if current is None else f"names generation {current}"
-    if current is not None and current not in known:
-        found += f", but '{generation_folder(directory, current) / MANIFEST_NAME}' is missing"
-    return f"'{top}' {found}, and " + (f"the newest generation is {known[-1]}" if known else "no generation exists")
+    status = "is missing" if current is None else f"names generation {current}"
+    if current is not None and current not in generations:
+        status += f", but '{generation_folder(directory, current) / MANIFEST_NAME}' is missing"
+    newest = f"the newest generation is {generations[-1]}" if generations else "no generation exists"
+    return f"'{path}' {status}, and {newest}"
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
@@ -245,9 +246,9 @@ def newest_first(directory: str | os.PathLike[str]) -> list[int]:
 
 def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
     """Return the store id from the newest readable manifest, for a directory that has lost its ``STORE.json``."""
-    for number in newest_first(directory):
+    for generation in newest_first(directory):
         with contextlib.suppress(GenerationError):
-            return read_manifest(directory, number).store or None
+            return read_manifest(directory, generation).store or None
     return None
 
 
@@ -275,8 +276,8 @@ def _checksummed_text(body: Mapping[str, Any]) -> str:
     return _BODY_PREFIX + text + _body_suffix(MANIFEST_VERSION, checksum(text.encode()))
 
 
-def _body_suffix(version: int, seal: str) -> str:
-    return f', "format": {json.dumps(version)}, "xxh3_64": {json.dumps(seal)}}}'
+def _body_suffix(version: int, digest: str) -> str:
+    return f', "format": {json.dumps(version)}, "xxh3_64": {json.dumps(digest)}}}'
 
 
 def _read_checksummed(path: Path) -> dict[str, Any]:
@@ -294,9 +295,9 @@ def _read_checksummed(path: Path) -> dict[str, Any]:
     return body
 
 
-def _valid_checksums(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
+def _valid_checksums(content: bytes, body: Mapping[str, Any], suffix: str) -> Iterator[str]:
     """Yield the valid checksums of a document: of the stored text of the body, and of the reserialized body."""
-    before, end = _BODY_PREFIX.encode(), after.encode()
-    if content.startswith(before) and content.endswith(end):
-        yield checksum(memoryview(content)[len(before) : -len(end)])
+    prefix, suffix_bytes = _BODY_PREFIX.encode(), suffix.encode()
+    if content.startswith(prefix) and content.endswith(suffix_bytes):
+        yield checksum(memoryview(content)[len(prefix) : -len(suffix_bytes)])
     yield checksum(json.dumps(body, sort_keys=True).encode())

@@ -46,11 +46,11 @@ class StoreIdentity:
 
         If ``STORE.json`` is lost, the id is taken from the directory's manifests.
         """
-        found = read_store_id(path)
-        if found is None:
-            found = store_id_in_manifests(path) or uuid.uuid4().hex
-            write_json(path / STORE_NAME, {"id": found}, durable=True)
-        return cls(found, path)
+        store_id = read_store_id(path)
+        if store_id is None:
+            store_id = store_id_in_manifests(path) or uuid.uuid4().hex
+            write_json(path / STORE_NAME, {"id": store_id}, durable=True)
+        return cls(store_id, path)
 
     def mark(self, folder: Path) -> None:
         """Create a folder and write a note that this store owns it. Does not flush the note."""
@@ -67,9 +67,9 @@ class StoreIdentity:
         """
         owner = read_owner(folder)
         # Resolve links, because this store does not own another user's files behind a link.
-        is_here = _is_same_folder(Path(os.path.realpath(folder)).parent.parent, self.path)
-        if owner is None or is_here:
-            return is_here and (owner is None or owner.id == self.id)
+        is_in_own_directory = _is_same_folder(Path(os.path.realpath(folder)).parent.parent, self.path)
+        if owner is None or is_in_own_directory:
+            return is_in_own_directory and (owner is None or owner.id == self.id)
         if owner.id != self.id:
             return False
         return _is_same_folder(Path(owner.path), self.path) or read_store_id(Path(owner.path)) != self.id
@@ -77,32 +77,32 @@ class StoreIdentity:
 
 def read_store_id(directory: Path) -> str | None:
     """Return the store id of a directory of generations, or None if ``STORE.json`` is missing or invalid."""
-    found = read_note(directory / STORE_NAME)
-    return found["id"] if _is_id(found.get("id")) else None
+    note = read_note(directory / STORE_NAME)
+    return note["id"] if _is_id(note.get("id")) else None
 
 
 def read_owner(folder: Path) -> Owner | None:
     """Return the owner of a folder, or None if the folder has no note. If the note is damaged, the owner has no id."""
     if not (folder / OWNER_NAME).exists():
         return None
-    found = read_note(folder / OWNER_NAME)
-    owner, path = str(found.get("id")), str(found.get("path"))
-    return Owner(owner, path) if _is_id(owner) and found.get("xxh3_64") == _note_digest(owner, path) else Owner("", "")
+    note = read_note(folder / OWNER_NAME)
+    owner, path = str(note.get("id")), str(note.get("path"))
+    return Owner(owner, path) if _is_id(owner) and note.get("xxh3_64") == _note_digest(owner, path) else Owner("", "")
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
     """Yield (generation, folder) for all snapshot folders on these paths, of any store. Skips links."""
     for path in paths:
-        snap = Path(path, SNAPSHOT_FOLDER)
-        for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
+        root = Path(path, SNAPSHOT_FOLDER)
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
             if is_number(folder.name) and folder.is_dir() and not folder.is_symlink():
                 yield int(folder.name), folder
 
 
 def used_numbers(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
     """Return the generation numbers that name entries in ``snap/`` on these paths, including files and links."""
-    snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
-    return {int(entry.name) for snap in snaps for entry in snap.iterdir() if is_number(entry.name)}
+    roots = [root for path in paths if (root := Path(path, SNAPSHOT_FOLDER)).is_dir()]
+    return {int(entry.name) for root in roots for entry in root.iterdir() if is_number(entry.name)}
 
 
 def remove_snapshot_folder(folder: Path) -> None:
@@ -132,9 +132,9 @@ def _is_id(text: object) -> bool:
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
-def _is_same_folder(one: Path, other: Path) -> bool:
+def _is_same_folder(path: Path, other_path: Path) -> bool:
     """Return whether two paths name the same existing directory."""
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other_path)
     except OSError:
         return False

@@ -92,19 +92,19 @@ class GenerationReader:
         self.path = Path(os.path.abspath(path))
         self.notice: str | None = None
         if generation is None and list_generations(self.path) and (problem := top_problem(self.path)) is not None:
-            generation, skipped = _newest_complete(self.path, search)
-            texts = [problem, *skipped, f"Using generation {generation}, the newest complete one"]
+            generation, reasons = _newest_complete(self.path, search)
+            texts = [problem, *reasons, f"Using generation {generation}, the newest complete one"]
             self.notice = ". ".join(texts)
         self.manifest: Manifest = read_manifest(self.path, generation)
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
         self._name = generation_name(self.manifest.generation)
         self._folder = generation_folder(self.path, self.manifest.generation)
         places = drive_places(self.manifest, self.path)
-        self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
+        self._moved_paths = {place.recorded: place.path for place in places if place.path != place.recorded}
         self._specs: dict[str, BlockSpec] = {}  # specs of valid records, by key
         self._owners: dict[Path, str] = {}  # "ours", "foreign" or "unknown", by folder
-        near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
-        self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
+        near, outside = ([p.path for p in places if p.is_outside == is_outside] for is_outside in (False, True))
+        self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *outside]))
 
     @property
     def generation(self) -> int:
@@ -146,8 +146,7 @@ class GenerationReader:
         """Read a block's contents into ``out`` and verify them.
 
         Args:
-            out: contiguous tensor with the block's dtype and number of elements, on any device. Undefined after an
-                error.
+            out: contiguous tensor with the block's dtype and number of elements, on any device. Undefined after errors.
 
         Raises:
             ValueError: ``out`` has the wrong dtype or size, or is not contiguous.
@@ -162,7 +161,7 @@ class GenerationReader:
             files = self.files(key)
             self.check(key, files, read_array(files, spec, byte_view(out)))
 
-    def _read_small(self, spec: BlockSpec, into: torch.Tensor) -> bool:
+    def _read_small(self, spec: BlockSpec, out: torch.Tensor) -> bool:
         """Read a block if it is one small file in the generation's folder. Return whether valid contents were read.
 
         The array's document with the file sizes is not read, because the checksum is sufficient.
@@ -171,9 +170,9 @@ class GenerationReader:
         if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_local(record) or self._owner(self._folder) == "foreign":
             return False
         file = f"{self._folder}/{spec.key}/c/0"
-        if self._moved and os.path.islink(file):  # The link may still lead to a drive's old location.
+        if self._moved_paths and os.path.islink(file):  # The link may still lead to a drive's old location.
             return False
-        return (read_small(file, into),) == record.xxh3_64
+        return (read_small(file, out),) == record.xxh3_64
 
     def _is_local(self, record: BlockRecord) -> bool:
         """Return whether an array is in the generation's folder, next to the manifest."""
@@ -191,42 +190,42 @@ class GenerationReader:
         if not 0 <= start <= stop <= spec.nbytes:
             raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
         files = self.files(key)
-        found = torch.empty(stop - start, dtype=torch.uint8)
-        for first, last in pieces(spec.nbytes):
-            if last <= start or first >= stop:
+        data = torch.empty(stop - start, dtype=torch.uint8)
+        for begin, end in pieces(spec.nbytes):
+            if end <= start or begin >= stop:
                 continue
             # Read a whole piece directly into the result, and parts of a piece through a buffer.
-            is_inside = start <= first and last <= stop
-            piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
-            self.read_piece(key, files, (first, last), piece)
-            if not is_inside:
-                part = slice(max(start, first), min(stop, last))
-                found[part.start - start : part.stop - start] = piece[part.start - first : part.stop - first]
-        return found
+            is_whole = start <= begin and end <= stop
+            piece = data[begin - start : end - start] if is_whole else torch.empty(end - begin, dtype=torch.uint8)
+            self.read_piece(key, files, (begin, end), piece)
+            if not is_whole:
+                overlap = slice(max(start, begin), min(stop, end))
+                data[overlap.start - start : overlap.stop - start] = piece[overlap.start - begin : overlap.stop - begin]
+        return data
 
     def read_piece(
-        self, key: str, files: Sequence[ChunkFile], piece: tuple[int, int], into: torch.Tensor | None = None
+        self, key: str, files: Sequence[ChunkFile], piece: tuple[int, int], out: torch.Tensor | None = None
     ) -> None:
         """Read one piece of a block and verify it.
 
         Args:
             files: all files of the block, in this generation or in a copy of this generation.
             piece: byte range that ``tiered.file_io.pieces`` yields.
-            into: destination with the size of the piece, or None.
+            out: destination with the size of the piece, or None.
 
         Raises:
             CorruptBlockError: the piece is damaged.
             GenerationError: a file is missing.
             TransferError: the drive returned an error.
         """
-        expected = self._expected(key, piece)
-        found = read_piece(files, self.spec(key), piece, into)
-        if found != expected:
-            raise CorruptBlockError(key, expected, found, place=place_text(files, *piece), generation=self.generation)
+        expected = self._expected_checksum(key, piece)
+        actual = read_piece(files, self.spec(key), piece, out)
+        if actual != expected:
+            raise CorruptBlockError(key, expected, actual, place=place_text(files, *piece), generation=self.generation)
 
-    def _expected(self, key: str, piece: tuple[int, int]) -> str:
-        recorded, number = self.blocks[key].xxh3_64, piece[0] // PIECE_BYTES
-        return recorded[number] if number < len(recorded) else "none"
+    def _expected_checksum(self, key: str, piece: tuple[int, int]) -> str:
+        checksums, index = self.blocks[key].xxh3_64, piece[0] // PIECE_BYTES
+        return checksums[index] if index < len(checksums) else "none"
 
     def to_zarr(self) -> zarr.Group:
         """Return the generation as a read-only ``zarr.Group`` with one array per block. Indexing an array reads it.
@@ -264,9 +263,9 @@ class GenerationReader:
         Raises:
             GenerationError: the block's array was not found.
         """
-        place, chunk_bytes, folders = self._array(key)
-        other_folders = [each for each in folders if each != place]
-        return chunk_files(place, self.spec(key), other_folders, chunk_bytes, self._moved)
+        array_folder, chunk_bytes, folders = self._find_array(key)
+        other_folders = [folder for folder in folders if folder != array_folder]
+        return chunk_files(array_folder, self.spec(key), other_folders, chunk_bytes, self._moved_paths)
 
     def place(self, key: str) -> Path:
         """Return the folder that has the document of a block's array.
@@ -274,47 +273,47 @@ class GenerationReader:
         Raises:
             GenerationError: the block's array was not found.
         """
-        return self._array(key)[0]
+        return self._find_array(key)[0]
 
-    def _array(self, key: str) -> tuple[Path, int, list[Path]]:
+    def _find_array(self, key: str) -> tuple[Path, int, list[Path]]:
         """Return the folder with a block's array document, the bytes per file, and all candidate folders."""
         self.spec(key)
         folders = self.folders(key)
         for folder in folders:
             if (chunk_bytes := array_chunk_bytes(folder)) is not None:
                 return folder, chunk_bytes, folders
-        named = Path(os.path.normpath(self.path / self.blocks[key].location))
-        raise GenerationError(no_array_text(key, named))
+        recorded_folder = Path(os.path.normpath(self.path / self.blocks[key].location))
+        raise GenerationError(no_array_text(key, recorded_folder))
 
     def folders(self, key: str) -> list[Path]:
         """Return the folders that may have a block's array, starting with the folder that the manifest names."""
         name, depth = self._name, key.count("/")
-        named = Path(os.path.normpath(self.path / self.blocks[key].location))
-        others = dict.fromkeys(path / SNAPSHOT_FOLDER / name / key for path in self._search)
+        main_folder = Path(os.path.normpath(self.path / self.blocks[key].location))
+        other_folders = dict.fromkeys(path / SNAPSHOT_FOLDER / name / key for path in self._search)
         # A folder with this number may belong to another store, because several stores can use the same path in turn.
-        ours = [folder for folder in others if folder != named and self._owner(folder.parents[depth]) == "ours"]
-        return ours if self._owner(named.parents[depth]) == "foreign" else [named, *ours]
+        own_folders = [f for f in other_folders if f != main_folder and self._owner(f.parents[depth]) == "ours"]
+        return own_folders if self._owner(main_folder.parents[depth]) == "foreign" else [main_folder, *own_folders]
 
     def paths(self) -> list[Path]:
         """Return the paths of file tiers that may have a part of the generation."""
-        found = dict.fromkeys([*self._search, *self._moved])
+        paths = dict.fromkeys([*self._search, *self._moved_paths])
         for key in self.blocks:
             with contextlib.suppress(GenerationError):
-                found.update(dict.fromkeys(snapshot_of(file.path, key).parent.parent for file in self.files(key)))
-        return list(found)
+                paths.update(dict.fromkeys(snapshot_of(file.path, key).parent.parent for file in self.files(key)))
+        return list(paths)
 
     def _owner(self, folder: Path) -> str:
         if folder not in self._owners:
             owner = read_owner(folder)
             is_known = owner is not None and owner.id != ""
-            is_ours = owner is not None and owner.id == self.manifest.store
-            self._owners[folder] = "ours" if is_ours else "foreign" if is_known else "unknown"
+            is_own = owner is not None and owner.id == self.manifest.store
+            self._owners[folder] = "ours" if is_own else "foreign" if is_known else "unknown"
         return self._owners[folder]
 
-    def check(self, key: str, files: Sequence[ChunkFile], found: Sequence[str]) -> None:
+    def check(self, key: str, files: Sequence[ChunkFile], checksums: Sequence[str]) -> None:
         """Raise ``CorruptBlockError`` for the first piece whose checksum differs from the recorded one."""
         record = self.blocks[key]
-        check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
+        check_pieces(key, files, record.nbytes, record.xxh3_64, checksums, self.generation)
 
 
 def _newest_complete(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
@@ -324,18 +323,18 @@ def _newest_complete(path: Path, search: Sequence[str | os.PathLike[str]]) -> tu
         GenerationError: no generation is complete.
     """
     problems: list[str] = []
-    for number in newest_first(path):
+    for generation in newest_first(path):
         try:
-            reader = GenerationReader(path, number, search)
+            reader = GenerationReader(path, generation, search)
             for key in reader.blocks:
-                missing = next((file.path for file in reader.files(key) if not file.path.exists()), None)
-                if missing is not None:
-                    raise GenerationError(f"a part of block '{key}' is missing: {missing_text(missing)}")
-            return number, problems
+                missing_path = next((file.path for file in reader.files(key) if not file.path.exists()), None)
+                if missing_path is not None:
+                    raise GenerationError(f"a part of block '{key}' is missing: {missing_text(missing_path)}")
+            return generation, problems
         except NewerFormatError:
             raise
         except GenerationError as error:
-            problems.append(f"generation {number} is incomplete: {error}")
+            problems.append(f"generation {generation} is incomplete: {error}")
     raise GenerationError(f"no generation in '{path}' is complete: {'; '.join(problems)}")
 
 
@@ -344,7 +343,7 @@ class _Inspection:
 
     def __init__(self, reader: GenerationReader) -> None:
         self._reader = reader
-        self._seen: set[Path] = set()
+        self._checked_paths: set[Path] = set()
 
     def top_problems(self) -> Iterator[str]:
         """Yield problems with the top file, which names the current generation."""
@@ -364,12 +363,12 @@ class _Inspection:
 
     def root_problems(self, root: Path) -> Iterator[str]:
         """Yield problems with a folder ``snap/<generation>`` and the folders above it."""
-        if root in self._seen:
+        if root in self._checked_paths:
             return
-        self._seen.add(root)
-        directory, own = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
+        self._checked_paths.add(root)
+        top, base = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
         # If a crash follows a commit, the document lists the previous generation until the next commit.
-        yield from self._document_problems(directory, own, lambda: directory_document(directory, own), allow_stale=True)
+        yield from self._document_problems(top, base, lambda: directory_document(top, base), allow_stale=True)
         yield from self._document_problems(root.parent, group_document())
         keys = [record.key for record in self._reader.manifest.blocks]
         yield from self._document_problems(root, group_document(), lambda: generation_document(root, keys))
@@ -377,9 +376,9 @@ class _Inspection:
 
     def _owner_problems(self, root: Path) -> Iterator[str]:
         path = Path(os.path.realpath(root), OWNER_NAME)
-        if path in self._seen:
+        if path in self._checked_paths:
             return
-        self._seen.add(path)
+        self._checked_paths.add(path)
         owner, store = read_owner(root), self._reader.manifest.store
         if store and (owner is None or owner.id != store):
             yield f"'{path}' is missing or damaged: it must name the store {store}"
@@ -394,14 +393,14 @@ class _Inspection:
         except GenerationError as error:
             yield str(error)
             return
-        place = next((folder for folder in folders if os.path.lexists(folder / DOCUMENT_NAME)), folders[0])
+        array_folder = next((folder for folder in folders if os.path.lexists(folder / DOCUMENT_NAME)), folders[0])
         depth = record.key.count("/")
-        yield from self.root_problems(place.parents[depth])
-        for group in place.parents[:depth]:
+        yield from self.root_problems(array_folder.parents[depth])
+        for group in array_folder.parents[:depth]:
             yield from self._document_problems(group, group_document())
-        chunk_bytes = array_chunk_bytes(place)
+        chunk_bytes = array_chunk_bytes(array_folder)
         expected = array_document(spec.key, spec.shape, spec.dtype, chunk_bytes or PAGE_BYTES)
-        yield from self._document_problems(place, expected)
+        yield from self._document_problems(array_folder, expected)
         if chunk_bytes is not None:
             files = self._reader.files(spec.key)
             for root in dict.fromkeys(snapshot_of(file.path, spec.key) for file in files if file.path.exists()):
@@ -423,11 +422,11 @@ class _Inspection:
             allow_stale: whether an outdated member list is valid. Only viewers read this list.
         """
         path = folder / DOCUMENT_NAME
-        if path in self._seen:
+        if path in self._checked_paths:
             return
-        self._seen.add(path)
+        self._checked_paths.add(path)
         try:
-            found = json.loads(read_document_file(path))
+            data = json.loads(read_document_file(path))
         except FileNotFoundError:
             yield f"'{path}' is missing"
         except OSError as error:
@@ -435,33 +434,34 @@ class _Inspection:
         except (ValueError, RecursionError):
             yield f"'{path}' is damaged: it is not JSON"
         else:
-            if allow_stale and isinstance(found, dict) and isinstance(found.get("consolidated_metadata", {}), dict):
-                found = {name: value for name, value in found.items() if name != "consolidated_metadata"}
-            if expected_with_members is not None and found != expected:
+            if allow_stale and isinstance(data, dict) and isinstance(data.get("consolidated_metadata", {}), dict):
+                data = {name: value for name, value in data.items() if name != "consolidated_metadata"}
+            if expected_with_members is not None and data != expected:
                 expected = expected_with_members()
-                if found != expected:
-                    found, expected = read_document(folder), expected_with_members()
-            if found != expected:
-                names = [name for name in {**expected, **_dict(found)} if expected.get(name) != _dict(found).get(name)]
+                if data != expected:
+                    data, expected = read_document(folder), expected_with_members()
+            if data != expected:
+                fields = _as_mapping(data)
+                names = [name for name in {**expected, **fields} if expected.get(name) != fields.get(name)]
                 yield f"'{path}' is damaged: {', '.join(names) or 'its content'} has a wrong value"
 
 
-def _dict(document: object) -> Mapping[str, Any]:
+def _as_mapping(document: object) -> Mapping[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
 def _content_problems(
     reader: GenerationReader, spec: BlockSpec, files: Sequence[ChunkFile], chunk_bytes: int
 ) -> Iterator[str]:
-    bad: set[Path] = set()
+    bad_paths: set[Path] = set()
     for file in files:
         problem = _file_problem(file.path, chunk_bytes)
         if problem is not None:
-            bad.add(file.path)
+            bad_paths.add(file.path)
             yield f"{problem} (block '{spec.key}')"
 
     def check(piece: tuple[int, int]) -> str | None:
-        if any(path in bad for path, _, _, _ in parts_of(files, *piece)):
+        if any(path in bad_paths for path, _, _, _ in parts_of(files, *piece)):
             return None
         try:
             reader.read_piece(spec.key, files, piece)
@@ -479,9 +479,9 @@ def _content_problems(
 
 def _file_problem(path: Path, chunk_bytes: int) -> str | None:
     try:
-        nbytes = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
         return f"a file is missing: {missing_text(path)}"
     except OSError as error:
         return f"{link_text(path)} cannot be read: {error.strerror}"
-    return None if nbytes == chunk_bytes else f"'{os.path.realpath(path)}' has {nbytes} bytes instead of {chunk_bytes}"
+    return None if size == chunk_bytes else f"'{os.path.realpath(path)}' has {size} bytes instead of {chunk_bytes}"

@@ -83,10 +83,10 @@ class WholeCopies:
         """Release the directory and keep the copies. Idempotent."""
         self._directory.close()
 
-    def keep_only(self, numbers: Collection[int]) -> None:
-        """Remove all copies except those in ``numbers``. After an ``OSError``, another call resumes."""
-        for number in sorted(set(newest_first(self.path)) - set(numbers)):
-            self._remove(number)
+    def keep_only(self, generations: Collection[int]) -> None:
+        """Remove all copies except those in ``generations``. After an ``OSError``, another call resumes."""
+        for generation in sorted(set(newest_first(self.path)) - set(generations)):
+            self._remove(generation)
 
     def copy(self, source: GenerationReader, on_piece: Callable[[], None] = lambda: None) -> CopyFigures:
         """Copy a generation and make the copy current. When the method returns, the copy survives a power cut.
@@ -95,8 +95,7 @@ class WholeCopies:
         the removal of the generation. After an error, no part of the copy remains.
 
         Args:
-            on_piece: called after each piece (at most 16 MiB) is read, written or compared. If it raises an error, the
-                copy ends.
+            on_piece: called after each piece (at most 16 MiB) is read, written or compared. An error ends the copy.
 
         Returns:
             Number and sizes of the copy. The number is the generation's, or a larger one if that is taken.
@@ -107,9 +106,9 @@ class WholeCopies:
             TransferError: a drive returned an error.
         """
         self._remove_unfinished()
-        number = max([source.generation, *(known + 1 for known in used_numbers([self.path]))])
-        folder = generation_folder(self.path, number)
-        copied = linked = 0
+        generation = max([source.generation, *(number + 1 for number in used_numbers([self.path]))])
+        folder = generation_folder(self.path, generation)
+        copied_bytes = linked_bytes = 0
         try:
             self._identity.mark(folder)
             if read_document(folder.parent) != group_document():  # A power cut may have damaged the document.
@@ -119,10 +118,10 @@ class WholeCopies:
             for record in source.manifest.blocks:
                 spec = source.spec(record.key)
                 if self._link(source, record, folder):
-                    linked += array_bytes(spec)
+                    linked_bytes += array_bytes(spec)
                 else:
                     self._write(source, spec, folder, on_piece)
-                    copied += array_bytes(spec)
+                    copied_bytes += array_bytes(spec)
                 files = chunk_files(folder / record.key, spec)
                 for piece in pieces(spec.nbytes):
                     source.read_piece(record.key, files, piece)
@@ -134,19 +133,20 @@ class WholeCopies:
             # next start removes the folder. If the power fails later, the copy is complete.
             write_members(folder, [record.key for record in records])
             sync_tree(folder, self.path)
-            write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
+            manifest = Manifest(generation, tuple(records), source.manifest.meta, store=self._identity.id)
+            write_manifest(self.path, manifest)
         except BaseException as failure:
             # The next start removes files that cannot be deleted now. If the top file names the copy, the copy is
             # complete.
             with contextlib.suppress(OSError, GenerationError):
-                if current_generation(self.path) != number:
-                    self._remove(number)
+                if current_generation(self.path) != generation:
+                    self._remove(generation)
             if isinstance(failure, OSError) and not isinstance(failure, TransferError):
                 path = str(failure.filename or self.path)
                 text = f"generation {source.generation} cannot be copied: {failure.strerror}"
                 raise TransferError(text, tier="copies", path=path, errno=failure.errno) from failure
             raise
-        return CopyFigures(number, copied, linked)
+        return CopyFigures(generation, copied_bytes, linked_bytes)
 
     def _link(self, source: GenerationReader, record: BlockRecord, folder: Path) -> bool:
         """Hard-link a block from the source's directory. Return False if the block is elsewhere or linking fails.
@@ -155,18 +155,18 @@ class WholeCopies:
         """
         if record.home in source.manifest.paths:
             return False
-        spec, target = source.spec(record.key), folder / record.key
+        spec, array_folder = source.spec(record.key), folder / record.key
         chunk_bytes = array_chunk_bytes(source.place(record.key))
         assert chunk_bytes is not None, record.key
         make_groups(folder, record.key)
-        (target / "c").mkdir(parents=True)
+        (array_folder / "c").mkdir(parents=True)
         try:
             for file in source.files(record.key):
-                os.link(file.path, target / "c" / file.path.name)
+                os.link(file.path, array_folder / "c" / file.path.name)
         except OSError:  # The source is on another file system, or the file system does not support hard links.
-            shutil.rmtree(target)
+            shutil.rmtree(array_folder)
             return False
-        write_document(target, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
+        write_document(array_folder, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
         return True
 
     def _write(self, source: GenerationReader, spec: BlockSpec, folder: Path, on_piece: Callable[[], None]) -> None:
@@ -182,15 +182,15 @@ class WholeCopies:
         write_array(folder, spec, read, num_threads=1)
 
     def _remove_unfinished(self) -> None:
-        known = set(newest_first(self.path))
-        for number, folder in list(snapshot_folders([self.path])):
+        generations = set(newest_first(self.path))
+        for generation, folder in list(snapshot_folders([self.path])):
             owner = read_owner(folder)  # If the power failed before the note was flushed, the note may be damaged.
-            if number not in known and (owner is None or owner.id in (self._identity.id, "")):
-                self._remove(number)
+            if generation not in generations and (owner is None or owner.id in (self._identity.id, "")):
+                self._remove(generation)
         for _, folder in snapshot_folders([self.path]):
             remove_if_empty(folder)
 
-    def _remove(self, number: int) -> None:
+    def _remove(self, generation: int) -> None:
         # Delete the manifest first, so that after a crash the folder is not a generation.
-        forget_generation(self.path, number)
-        remove_snapshot_folder(generation_folder(self.path, number))
+        forget_generation(self.path, generation)
+        remove_snapshot_folder(generation_folder(self.path, generation))

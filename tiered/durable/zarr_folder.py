@@ -55,33 +55,33 @@ def show_latest(directory: Path, generation: Path | None) -> None:
         else:
             _replace_link(link, os.path.relpath(generation, directory))
         if read_own_attributes(directory) is not None:
-            own = group_document({"page_bytes": PAGE_BYTES})
+            document = group_document({"page_bytes": PAGE_BYTES})
             # Flush this document, because it also marks the folder as belonging to a store.
-            write_document(directory, directory_document(directory, own), replace=True, durable=True)
+            write_document(directory, directory_document(directory, document), replace=True, durable=True)
     except OSError:  # The drive is full or does not support links. Remove the link rather than leave it stale.
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
 
 
-def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the zarr document for a store's folder: ``own``, plus the target of ``latest`` as a member."""
-    found = read_document(directory / LATEST_NAME)
-    if found is None:
-        return _with_members(own, {})
-    below = found.pop("consolidated_metadata", {}).get("metadata", {})
-    shown = {f"{LATEST_NAME}/{key}": document for key, document in below.items()}
-    return _with_members(own, {LATEST_NAME: found, **shown})
+def directory_document(directory: Path, base: dict[str, Any]) -> dict[str, Any]:
+    """Return the zarr document for a store's folder: ``base``, plus the target of ``latest`` as a member."""
+    latest = read_document(directory / LATEST_NAME)
+    if latest is None:
+        return _with_members(base, {})
+    metadata = latest.pop("consolidated_metadata", {}).get("metadata", {})
+    members = {f"{LATEST_NAME}/{key}": document for key, document in metadata.items()}
+    return _with_members(base, {LATEST_NAME: latest, **members})
 
 
 def _replace_link(link: Path, target: str) -> None:
-    temporary = link.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    os.symlink(target, temporary)
-    os.replace(temporary, link)
+    temporary_link = link.with_suffix(".tmp")
+    temporary_link.unlink(missing_ok=True)
+    os.symlink(target, temporary_link)
+    os.replace(temporary_link, link)
 
 
 def _with_members(document: dict[str, Any], members: dict[str, Any]) -> dict[str, Any]:
-    plain = {name: value for name, value in document.items() if name != "consolidated_metadata"}
+    result = {name: value for name, value in document.items() if name != "consolidated_metadata"}
     if not members:
-        return plain
-    return {**plain, "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": members}}
+        return result
+    return {**result, "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": members}}

@@ -134,8 +134,8 @@ class Workers:
         self._num_urgent_running = 0
         self._name = name
         self._changed = threading.Condition()
-        self._urgent: deque[Callable[[], None]] = deque()
-        self._ordinary: deque[Callable[[], None]] = deque()
+        self._urgent_jobs: deque[Callable[[], None]] = deque()
+        self._ordinary_jobs: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
@@ -143,7 +143,7 @@ class Workers:
         """Queue a job; never blocks."""
         with self._changed:
             assert not self._is_closed, f"{self._name}: job submitted after close"
-            (self._urgent if urgent else self._ordinary).append(job)
+            (self._urgent_jobs if urgent else self._ordinary_jobs).append(job)
             if len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
@@ -153,12 +153,13 @@ class Workers:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._urgent and not self._ordinary and not self._is_closed:
+                while not self._urgent_jobs and not self._ordinary_jobs and not self._is_closed:
                     self._changed.wait()
-                if not self._urgent and not self._ordinary:
+                if not self._urgent_jobs and not self._ordinary_jobs:
                     return
-                is_urgent = bool(self._urgent) and (self._num_urgent_running < self._max_urgent or not self._ordinary)
-                job = (self._urgent if is_urgent else self._ordinary).popleft()
+                may_run = self._num_urgent_running < self._max_urgent or not self._ordinary_jobs
+                is_urgent = bool(self._urgent_jobs) and may_run
+                job = (self._urgent_jobs if is_urgent else self._ordinary_jobs).popleft()
                 self._num_urgent_running += is_urgent
             try:
                 job()
@@ -212,9 +213,9 @@ class ThreadedLink:
         except TieredError as cause:
             error = cause
         except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
-            number = cause.errno if isinstance(cause, OSError) else None
+            error_number = cause.errno if isinstance(cause, OSError) else None
             text = f"copy of {nbytes} bytes failed: {cause}"
-            error = TransferError(text, tier=f"{self.src}->{self.dst}", errno=number)
+            error = TransferError(text, tier=f"{self.src}->{self.dst}", errno=error_number)
             error.__cause__ = cause
         self._meter.end(nbytes, moved=error is None)
         transfer.finish(error)

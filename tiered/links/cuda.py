@@ -60,7 +60,7 @@ class CudaLink:
         self._device = gpu.device
         self._meter = Meter()
         self._enqueuer = Workers(1, f"tiered-{self.src}-{self.dst}-enqueue")
-        self._free, self._waiting = (
+        self._free_lane, self._waiting_lane = (
             _Lane(Workers(1, f"tiered-{self.src}-{self.dst}-wait-{name}")) for name in ("free", "busy")
         )
 
@@ -80,10 +80,10 @@ class CudaLink:
     def _enqueue(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
         """Queue the copy and a wait for its end. Only the enqueuing thread calls this, so lanes need no lock."""
         buffer = buffer_of(src_slot if isinstance(self._src_tier, GpuTier) else dst_slot)
-        lane = self._free
+        lane = self._free_lane
         try:
             # One check is enough: if the kernel ends a moment later, the copy only takes the slower lane.
-            lane = self._free if buffer.is_idle() else self._waiting
+            lane = self._free_lane if buffer.is_idle() else self._waiting_lane
             event = self._copy(lane, buffer, src_slot, dst_slot, nbytes)
             transfer.event = event
         except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
@@ -97,7 +97,7 @@ class CudaLink:
             lane.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         buffer.order_before(lane.stream)
         with torch.cuda.stream(lane.stream):
-            source, target = self._bytes(self._src_tier, src_slot), self._bytes(self._dst_tier, dst_slot)
+            source, target = self._byte_view(self._src_tier, src_slot), self._byte_view(self._dst_tier, dst_slot)
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
         # With blocking=True, the waiting thread sleeps instead of keeping a CPU core busy.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class CudaLink:
         return event
 
     @staticmethod
-    def _bytes(tier: GpuTier | RamTier, slot: Slot) -> torch.Tensor:
+    def _byte_view(tier: GpuTier | RamTier, slot: Slot) -> torch.Tensor:
         if isinstance(tier, GpuTier):  # The copy stream already waits for earlier users, so skip ``GpuTier.tensor``.
             return buffer_of(slot).tensor
         return tier.tensor(slot, (slot.slot_bytes,), torch.uint8)
@@ -141,5 +141,5 @@ class CudaLink:
     def close(self) -> None:
         """Finish transfers in progress and stop the threads. Idempotent."""
         self._enqueuer.close()
-        for lane in (self._free, self._waiting):
+        for lane in (self._free_lane, self._waiting_lane):
             lane.waiter.close()

@@ -77,13 +77,13 @@ class _FileTransfer:
     ) -> None:
         self.transfer, self.memory, self.home, self.meter = transfer, memory, home, meter
         self.error: BaseException | None = None
-        self.found: dict[int, str] = {}  # checksums, by the piece's first byte
+        self.checksums: dict[int, str] = {}  # checksums, by the piece's first byte
         self._lock = threading.Lock()
         self._uncounted_bytes: Counter[int] = Counter()  # bytes not yet counted as wear, by path index
         for part in parts:
             self._uncounted_bytes[part.file.path_index] += part.stop - part.start
-        self._num_left = max(1, len(parts))  # remaining calls to `finish_task`, at least one
-        self._parts_left = {
+        self._num_open_tasks = max(1, len(parts))  # remaining calls to `finish_task`, at least one
+        self._num_open_parts = {
             piece: sum(part.start < piece[1] and piece[0] < part.stop for part in parts)
             for piece in pieces(transfer.nbytes)
         }
@@ -102,19 +102,19 @@ class _FileTransfer:
 
     def mark_moved(self, part: FilePart) -> list[tuple[int, int]]:
         """Mark a part as moved, and return the pieces that are now complete."""
-        completed = []
+        complete_pieces = []
         with self._lock:
-            for piece in self._parts_left:
+            for piece in self._num_open_parts:
                 if part.start < piece[1] and piece[0] < part.stop:
-                    self._parts_left[piece] -= 1
-                    if not self._parts_left[piece]:
-                        completed.append(piece)
-        return completed
+                    self._num_open_parts[piece] -= 1
+                    if not self._num_open_parts[piece]:
+                        complete_pieces.append(piece)
+        return complete_pieces
 
     def store_checksums(self, part: FilePart) -> None:
         """Compute and store the checksums of the pieces that begin in this part."""
         for start in range(round_up(part.start, PIECE_BYTES), min(part.stop, self.transfer.nbytes), PIECE_BYTES):
-            self.found[start] = self.digest((start, min(start + PIECE_BYTES, self.transfer.nbytes)))
+            self.checksums[start] = self.digest((start, min(start + PIECE_BYTES, self.transfer.nbytes)))
 
     def digest(self, piece: tuple[int, int]) -> str:
         """Return the checksum of a piece in memory."""
@@ -125,8 +125,8 @@ class _FileTransfer:
         """Count a task that has ended. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
-            self._num_left -= 1
-            return self._num_left == 0
+            self._num_open_tasks -= 1
+            return self._num_open_tasks == 0
 
 
 class FileEngine:
@@ -154,24 +154,24 @@ class FileEngine:
         self._part_bytes = part_bytes
         num_threads = num_threads or max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
         self._workers = Workers(num_threads, f"tiered-{tier.name}", num_reserved=num_threads // _RESERVED_SHARE)
-        self._order = Workers(2, f"tiered-{tier.name}-order", num_reserved=1)
-        self._counting = threading.Lock()
+        self._order_workers = Workers(2, f"tiered-{tier.name}-order", num_reserved=1)
+        self._links_lock = threading.Lock()
         self._num_links = 0
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    def start(self, files_slot: Slot, fast_slot: Slot, transfer: Transfer, meter: Meter, *, is_write: bool) -> None:
+    def start(self, files_slot: Slot, memory_slot: Slot, transfer: Transfer, meter: Meter, *, is_write: bool) -> None:
         """Queue all parts of a transfer between the two slots."""
-        memory, home = fast_slot.resource, files_of(files_slot)
-        assert isinstance(memory, Memory), fast_slot
-        assert transfer.nbytes <= min(files_slot.nbytes, fast_slot.nbytes), (transfer.nbytes, files_slot, fast_slot)
+        memory, home = memory_slot.resource, files_of(files_slot)
+        assert isinstance(memory, Memory), memory_slot
+        assert transfer.nbytes <= min(files_slot.nbytes, memory_slot.nbytes), (transfer.nbytes, files_slot, memory_slot)
         parts = list(self._parts(home.files, transfer.nbytes))
         meter.start(transfer.nbytes)
         job = _FileTransfer(transfer, memory, home, parts, meter)
         if isinstance(memory, HostSlab) or memory.is_idle():
             self._queue(job, parts, is_write)
         else:
-            self._order.submit(lambda: self._queue_after(memory, job, parts, is_write), urgent=not is_write)
+            self._order_workers.submit(lambda: self._queue_after(memory, job, parts, is_write), urgent=not is_write)
 
     def _queue_after(self, buffer: DeviceBuffer, job: _FileTransfer, parts: list[FilePart], is_write: bool) -> None:
         try:
@@ -217,15 +217,15 @@ class FileEngine:
             self._finish(job, is_write)
 
     def _finish(self, job: _FileTransfer, is_write: bool) -> None:
-        if is_write and job.error is None and job.found:
-            job.home.checksums = tuple(job.found[start] for start, _ in pieces(job.transfer.nbytes))
+        if is_write and job.error is None and job.checksums:
+            job.home.checksums = tuple(job.checksums[start] for start, _ in pieces(job.transfer.nbytes))
         job.meter.end(job.transfer.nbytes, moved=job.error is None)
         try:
             if is_write and job.error is not None:
-                number = job.error.errno if isinstance(job.error, OSError) else None
+                error_number = job.error.errno if isinstance(job.error, OSError) else None
                 self.tier.notice(
                     f"block '{job.home.key}' could not be written and stays in memory: {job.error}",
-                    once=f"write:{type(job.error).__name__}:{number}",
+                    key=f"write:{type(job.error).__name__}:{error_number}",
                 )
         finally:
             job.transfer.finish(job.error)
@@ -235,13 +235,13 @@ class FileEngine:
     def _move(self, job: _FileTransfer, part: FilePart, is_write: bool) -> None:
         with job.memory.view(part.start, part.stop) as view:
             if not is_write:
-                with self._measured(part, is_write=False):
+                with self._measure(part, is_write=False):
                     self.mover.read(part.file, part.start - part.file.offset, view)
                 return
             while True:
                 try:
                     job.count_wear(self.tier)
-                    with self._measured(part, is_write=True):
+                    with self._measure(part, is_write=True):
                         self.mover.write(part.file, part.start - part.file.offset, view)
                     break
                 except OSError as cause:
@@ -250,26 +250,26 @@ class FileEngine:
         contents_end = min(part.stop, job.transfer.nbytes)
         self.tier.count_written(part.file.path_index, contents_end - part.start)
 
-    def _measured(self, part: FilePart, *, is_write: bool) -> AbstractContextManager[None]:
+    def _measure(self, part: FilePart, *, is_write: bool) -> AbstractContextManager[None]:
         index = part.file.path_index
         path = self.tier.paths[index]
-        return self.tier.meters[index].moving(
+        return self.tier.meters[index].measure(
             part.stop - part.start,
             is_write=is_write,
             on_slow=lambda figures: self.tier.notice(
                 f"path '{path}' has slowed down: {figures}. Check its drive for other load, heat, or failure",
-                once=f"slow:{path}",
+                key=f"slow:{path}",
             ),
         )
 
-    def _verify(self, job: _FileTransfer, completed: list[tuple[int, int]]) -> None:
+    def _verify(self, job: _FileTransfer, complete_pieces: list[tuple[int, int]]) -> None:
         """Compare completed pieces with the checksums from the last write."""
         if job.home.checksums is None:
             return  # No write has computed checksums yet.
-        for start, stop in completed:
-            expected, found = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
-            if found != expected:
-                raise CorruptBlockError(job.home.key, expected, found, place=place_text(job.home.files, start, stop))
+        for start, stop in complete_pieces:
+            expected, actual = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
+            if actual != expected:
+                raise CorruptBlockError(job.home.key, expected, actual, place=place_text(job.home.files, start, stop))
 
     def _transfer_error(self, cause: OSError, part: FilePart, is_write: bool) -> TransferError:
         error = TransferError(
@@ -286,16 +286,16 @@ class FileEngine:
 
     def add_link(self) -> None:
         """Register a link that uses this engine."""
-        with self._counting:
+        with self._links_lock:
             self._num_links += 1
 
     def remove_link(self) -> None:
         """Unregister a link. After the last one, run all queued parts and stop the threads."""
-        with self._counting:
+        with self._links_lock:
             self._num_links -= 1
             is_last = self._num_links == 0
         if is_last:
-            self._order.close()
+            self._order_workers.close()
             self._workers.close()
             self.mover.close()
 
@@ -330,8 +330,8 @@ class _FileLink:
 class FileReadLink(_FileLink):
     """Link that reads home slots of an NvmeTier into slots of a RamTier, or of a GpuTier with 4096-byte alignment."""
 
-    def __init__(self, nvme: NvmeTier, fast: RamTier | GpuTier, engine: FileEngine) -> None:
-        super().__init__(nvme.name, fast.name, engine)
+    def __init__(self, nvme: NvmeTier, memory_tier: RamTier | GpuTier, engine: FileEngine) -> None:
+        super().__init__(nvme.name, memory_tier.name, engine)
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start reading the first ``nbytes`` of the files and return at once."""
@@ -346,8 +346,8 @@ class FileWriteLink(_FileLink):
     A file that a snapshot links is replaced, never overwritten.
     """
 
-    def __init__(self, fast: RamTier | GpuTier, nvme: NvmeTier, engine: FileEngine) -> None:
-        super().__init__(fast.name, nvme.name, engine)
+    def __init__(self, memory_tier: RamTier | GpuTier, nvme: NvmeTier, engine: FileEngine) -> None:
+        super().__init__(memory_tier.name, nvme.name, engine)
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start writing the whole slot and return at once; ``nbytes`` must be the slot's size."""
@@ -374,7 +374,7 @@ class PosixMover:
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
         """Fill ``view`` from the file; see ``PartMover``."""
-        with self._opened(self._tier.open_for_read(file), offset, len(view)) as fd:
+        with self._close_after_use(self._tier.open_for_read(file), offset, len(view)) as fd:
             nbytes = read_all(fd, view, offset, self._tier.stop_direct_io)
         if nbytes < len(view):
             raise TransferError(
@@ -386,11 +386,11 @@ class PosixMover:
 
     def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
         """Write ``view`` to the file; see ``PartMover``."""
-        with self._opened(self._tier.open_for_write(file), offset, len(view)) as fd:
+        with self._close_after_use(self._tier.open_for_write(file), offset, len(view)) as fd:
             write_all(fd, view, offset, self._tier.stop_direct_io)
 
     @contextmanager
-    def _opened(self, fd: int, offset: int, nbytes: int) -> Iterator[int]:
+    def _close_after_use(self, fd: int, offset: int, nbytes: int) -> Iterator[int]:
         try:
             yield fd
             if not self._tier.is_direct:  # Drop the kernel's cached copy, because the RAM tier has the contents.

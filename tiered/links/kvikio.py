@@ -26,7 +26,7 @@ _THREADS_PER_PATH = 2
 #: Maximum number of open handles. Each handle has two file descriptors.
 _MAX_HANDLES = 128
 _ADVICE = "or choose the engine 'posix'"
-_tuning = threading.Lock()  # kvikio's settings are global.
+_settings_lock = threading.Lock()  # kvikio's settings are global.
 _Identity = tuple[int, int, bool]  # (device, inode, whether opened for writing)
 
 #: Error numbers by error message, because kvikio reports system errors only as text.
@@ -111,16 +111,16 @@ class KvikioMover:
     def _move(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, is_write: bool) -> None:
         # cuFile accepts any device address. System calls move host memory, which must be aligned.
         address = np.frombuffer(view, dtype=np.uint8).ctypes.data if isinstance(view, memoryview) else 0
-        place = (address, offset, len(view))
-        assert not any(number % PAGE_BYTES for number in place), f"not aligned to {PAGE_BYTES}: {place}"
+        values = (address, offset, len(view))
+        assert not any(value % PAGE_BYTES for value in values), f"not aligned to {PAGE_BYTES}: {values}"
         if os.getpid() != self._process_id:
             raise self._error("kvikio cannot be used in a forked process: start it with 'spawn'", file, offset)
         identity = self._identity_to_write(file) if is_write else self._identity_to_read(file, offset, len(view))
         with self._handle(identity, file, offset) as handle:
             try:
-                start = handle.pwrite if is_write else handle.pread
+                method = handle.pwrite if is_write else handle.pread
                 # kvikio's future does not keep the memory alive, so wait for the future while ``view`` exists.
-                count = start(view, len(view), offset, _TASK_BYTES).get()
+                count = method(view, len(view), offset, _TASK_BYTES).get()
             except RuntimeError as cause:
                 raise self._translate(cause, file, offset) from cause
             if count != len(view):
@@ -165,16 +165,16 @@ class KvikioMover:
 
     def _open(self, identity: _Identity, file: ChunkFile, offset: int) -> Any:
         try:
-            opened = self._kvikio.CuFile(str(file.path), "r+" if identity[2] else "r")
+            handle = self._kvikio.CuFile(str(file.path), "r+" if identity[2] else "r")
         except RuntimeError as cause:
             raise self._translate(cause, file, offset) from cause
-        status = os.fstat(opened.fileno())
+        status = os.fstat(handle.fileno())
         if (status.st_dev, status.st_ino) != identity[:2]:
-            opened.close()
+            handle.close()
             raise self._error("another program replaced the file while it was being opened", file, offset)
-        if self._tier.is_direct and not opened.is_direct_io_supported():
+        if self._tier.is_direct and not handle.is_direct_io_supported():
             self._tier.stop_direct_io()
-        return opened
+        return handle
 
     def _close_surplus(self) -> None:
         """Close deleted files. Above the limit, also close the least recently used files. The caller holds the lock."""
@@ -194,7 +194,7 @@ class KvikioMover:
 
     def _stop_direct_io(self) -> None:
         self._tier.stop_direct_io()
-        with _tuning:
+        with _settings_lock:
             self._kvikio.defaults.set({"auto_direct_io_read": False, "auto_direct_io_write": False})
 
     # -- errors ------------------------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ class KvikioMover:
 
     def _translate(self, cause: RuntimeError, file: ChunkFile, offset: int) -> OSError:
         """Return the system error that ends kvikio's message, or a ``TransferError`` with the whole message."""
-        last = str(cause).rsplit(": ", 1)[-1]
-        if last in _ERRNO_BY_TEXT:
-            return OSError(_ERRNO_BY_TEXT[last], last, str(file.path))
+        message = str(cause).rsplit(": ", 1)[-1]
+        if message in _ERRNO_BY_TEXT:
+            return OSError(_ERRNO_BY_TEXT[message], message, str(file.path))
         return self._error(f"kvikio failed: {cause}", file, offset)
 
 
@@ -235,7 +235,7 @@ def _load(tier: str) -> Any:
 
 
 def _tune(kvikio: Any, *, num_threads: int, has_gds: bool, is_direct: bool) -> None:
-    with _tuning:
+    with _settings_lock:
         settings = {
             "compat_mode": kvikio.CompatMode.AUTO if has_gds else kvikio.CompatMode.ON,
             "task_size": _TASK_BYTES,

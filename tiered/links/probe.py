@@ -18,7 +18,7 @@ from typing import Any
 
 _PROBE_BYTES = 1 << 20
 #: Paths that libcufile reads when its driver is opened. If the first path is missing, the call never returns.
-_DRIVER_NEEDS = ("/proc/modules", "/run/udev")
+_DRIVER_PATHS = ("/proc/modules", "/run/udev")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class KvikioProbe:
     reason: str = ""
 
     @property
-    def carries_gds(self) -> bool:
+    def has_gds(self) -> bool:
         """Whether GPUDirect Storage moved bytes."""
         return self.gds_bytes > 0
 
 
 def may_open_driver() -> bool:
     """Return whether it is safe to open libcufile's driver. If not, kvikio's compat mode must be on."""
-    return all(os.path.exists(path) for path in _DRIVER_NEEDS)
+    return all(os.path.exists(path) for path in _DRIVER_PATHS)
 
 
 def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> KvikioProbe:
@@ -66,8 +66,8 @@ def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> Kvi
         return KvikioProbe(reason=f"no file can be made in '{os.fspath(folder)}': {error.strerror}")
     os.close(fd)
     try:
-        with tempfile.TemporaryDirectory(prefix="kvikio-probe-") as logs:
-            return _run_probe(name, timeout_s, os.path.join(logs, "cufile.log"))
+        with tempfile.TemporaryDirectory(prefix="kvikio-probe-") as log_folder:
+            return _run_probe(name, timeout_s, os.path.join(log_folder, "cufile.log"))
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -86,19 +86,19 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
     with process:
         try:
             output, errors = process.communicate(timeout=timeout_s)
-            end = f"it ended with code {process.returncode}"
+            outcome = f"it ended with code {process.returncode}"
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
-            end = f"it did not answer within {timeout_s:g} s"
+            outcome = f"it did not answer within {timeout_s:g} s"
     facts: dict[str, Any] = {}
     for line in output.splitlines():  # Each step has printed a line with all facts found so far.
         if line.startswith("{") and line.endswith("}"):
             facts = json.loads(line)
     step = facts.pop("step", "start")
     if step != "end":
-        last_words = errors.strip().splitlines()[-1:]
-        facts["reason"] = ": ".join([f"{end} (step: {step})", *last_words])
+        error_lines = errors.strip().splitlines()[-1:]
+        facts["reason"] = ": ".join([f"{outcome} (step: {step})", *error_lines])
     return KvikioProbe(**facts)
 
 
@@ -168,9 +168,9 @@ def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
         return "kvikio read wrong bytes into GPU memory"
     memory.write(pattern[::-1])
     handle.pwrite(memory).get()
-    back = bytearray(len(pattern))
-    handle.pread(back).get()
-    return "" if bytes(back) == pattern[::-1] else "kvikio wrote wrong bytes from GPU memory"
+    contents = bytearray(len(pattern))
+    handle.pread(contents).get()
+    return "" if bytes(contents) == pattern[::-1] else "kvikio wrote wrong bytes from GPU memory"
 
 
 def _probe(file: str, findings: _Findings) -> None:
@@ -193,7 +193,7 @@ def _probe(file: str, findings: _Findings) -> None:
     findings.report("open the driver of cuFile", libcuda=True)
     is_open = False
     if not may_open_driver():
-        reason = f"cuFile needs {' and '.join(_DRIVER_NEEDS)}, but they do not both exist"
+        reason = f"cuFile needs {' and '.join(_DRIVER_PATHS)}, but they do not both exist"
     else:
         try:
             kvikio.cufile_driver.driver_open()
@@ -203,20 +203,20 @@ def _probe(file: str, findings: _Findings) -> None:
     kvikio.defaults.set({"compat_mode": kvikio.CompatMode.AUTO if is_open else kvikio.CompatMode.ON})
     findings.report("host memory")
     pattern = bytes(range(256)) * (_PROBE_BYTES // 256)
-    back = bytearray(_PROBE_BYTES)
+    contents = bytearray(_PROBE_BYTES)
     with kvikio.statistics.SummaryMonitor() as monitor, kvikio.CuFile(file, "r+") as handle:
         os.unlink(file)
         handle.pwrite(pattern).get()
-        handle.pread(back).get()
-        if bytes(back) != pattern:
+        handle.pread(contents).get()
+        if bytes(contents) != pattern:
             return findings.report("end", reason="kvikio read back different bytes than it wrote")
         findings.report("GPU memory", host_bytes=_PROBE_BYTES)
         try:
-            wrong = _gpu_round_trip(handle, cuda, pattern)
+            problem = _gpu_round_trip(handle, cuda, pattern)
         except (OSError, RuntimeError) as error:
             return findings.report("end", reason=str(error))
-        if wrong:
-            return findings.report("end", reason=wrong)
+        if problem:
+            return findings.report("end", reason=problem)
         findings.report("counters", gpu_bytes=_PROBE_BYTES)
         gds_bytes = int(monitor.get().by_backend["GDS"]["bytes_transferred"])
     if not gds_bytes:

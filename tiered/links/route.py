@@ -33,13 +33,13 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
         TieredError: an ``NvmeTier`` needs kvikio or GPUDirect Storage, but it is missing or does not work here.
     """
     has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
-    links = [link for number in range(1, len(tiers)) for link in _links_to_faster(tiers[: number + 1], has_device)]
-    known = {(link.src, link.dst) for link in links}
+    links = [link for index in range(1, len(tiers)) for link in _links_to_faster(tiers[: index + 1], has_device)]
+    linked_pairs = {(link.src, link.dst) for link in links}
     for nvme in tiers:
         if isinstance(nvme, NvmeTier) and nvme.past_ram:
             engine = next(link.engine for link in links if isinstance(link, FileReadLink) and link.src == nvme.name)
             for gpu in tiers:
-                if isinstance(gpu, GpuTier) and (nvme.name, gpu.name) not in known:
+                if isinstance(gpu, GpuTier) and (nvme.name, gpu.name) not in linked_pairs:
                     links += direct_links(gpu, nvme, engine)
     return links
 
@@ -63,17 +63,18 @@ def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]
 
 def _links_to_faster(tiers: Sequence[Tier], has_device: bool) -> Sequence[Link]:
     """Return the links between the last tier and the nearest faster tier that it can reach."""
-    *faster, slow = tiers
-    for fast in reversed(faster):
-        if links := links_between(fast, slow, has_device=has_device):
+    *faster_tiers, slow_tier = tiers
+    for fast_tier in reversed(faster_tiers):
+        if links := links_between(fast_tier, slow_tier, has_device=has_device):
             return links
     raise ValueError(
-        f"no link connects tier '{slow.name}' ({type(slow).__name__}) with a faster tier, such as '{fast.name}' "
-        f"({type(fast).__name__}): put a RamTier between them, list tiers from fast to slow, or pass custom links"
+        f"no link connects tier '{slow_tier.name}' ({type(slow_tier).__name__}) with a faster tier, such as "
+        f"'{fast_tier.name}' ({type(fast_tier).__name__}): put a RamTier between them, list tiers from fast to slow, "
+        "or pass custom links"
     )
 
 
-def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequence[Link]:
+def links_between(fast_tier: Tier, slow_tier: Tier, *, has_device: bool = False) -> Sequence[Link]:
     """Return the links between two tiers, or an empty sequence if they cannot be linked.
 
     Args:
@@ -83,31 +84,31 @@ def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequen
         ValueError: a ``links_with`` returns wrong links.
         TieredError: see ``default_links``.
     """
-    for tier, neighbour in ((slow, fast), (fast, slow)):
+    for tier, neighbour in ((slow_tier, fast_tier), (fast_tier, slow_tier)):
         if isinstance(tier, LinkedTier) and (links := tier.links_with(neighbour)) is not None:
-            _check_directions(tier, neighbour, slow, links)
+            _check_directions(tier, neighbour, slow_tier, links)
             return links
-    if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
-        engine = FileEngine(slow, make_mover(slow, needs_gds=has_device and slow.past_ram))
-        return FileReadLink(slow, fast, engine), FileWriteLink(fast, slow, engine)
-    if isinstance(fast, GpuTier) and isinstance(slow, RamTier) and not _is_host_memory(fast):
-        return CudaLink(slow, fast), CudaLink(fast, slow)
-    if _is_host_memory(fast) and _is_host_memory(slow):
-        return HostLink(slow, fast), HostLink(fast, slow)
+    if isinstance(slow_tier, NvmeTier) and isinstance(fast_tier, RamTier):
+        engine = FileEngine(slow_tier, make_mover(slow_tier, needs_gds=has_device and slow_tier.past_ram))
+        return FileReadLink(slow_tier, fast_tier, engine), FileWriteLink(fast_tier, slow_tier, engine)
+    if isinstance(fast_tier, GpuTier) and isinstance(slow_tier, RamTier) and not _is_host_memory(fast_tier):
+        return CudaLink(slow_tier, fast_tier), CudaLink(fast_tier, slow_tier)
+    if _is_host_memory(fast_tier) and _is_host_memory(slow_tier):
+        return HostLink(slow_tier, fast_tier), HostLink(fast_tier, slow_tier)
     return ()
 
 
-def _check_directions(tier: Tier, neighbour: Tier, slow: Tier, links: Sequence[Link]) -> None:
-    found = sorted((link.src, link.dst) for link in links)
+def _check_directions(tier: Tier, neighbour: Tier, slow_tier: Tier, links: Sequence[Link]) -> None:
+    pairs = sorted((link.src, link.dst) for link in links)
     expected = {(tier.name, neighbour.name), (neighbour.name, tier.name)}
     text = "one link each way"
-    if isinstance(slow, ReadOnlyTier) and slow.is_read_only:
-        expected = {(src, dst) for src, dst in expected if src == slow.name}
-        text = f"one link out of the read-only '{slow.name}'"
-    if found != sorted(expected):
+    if isinstance(slow_tier, ReadOnlyTier) and slow_tier.is_read_only:
+        expected = {(src, dst) for src, dst in expected if src == slow_tier.name}
+        text = f"one link out of the read-only '{slow_tier.name}'"
+    if pairs != sorted(expected):
         raise ValueError(
             f"{type(tier).__name__}.links_with must return {text} between '{tier.name}' and '{neighbour.name}', or "
-            f"None; it returned {[f'{src}->{dst}' for src, dst in found]}"
+            f"None; it returned {[f'{src}->{dst}' for src, dst in pairs]}"
         )
 
 
@@ -124,7 +125,7 @@ def make_mover(tier: NvmeTier, *, needs_gds: bool = False) -> PartMover:
         return KvikioMover(tier, has_gds=True)
     if tier.engine == "posix":
         return PosixMover(tier)
-    has_gds = may_open_driver() and all(probe_kvikio(path).carries_gds for path in tier.paths)
+    has_gds = may_open_driver() and all(probe_kvikio(path).has_gds for path in tier.paths)
     if tier.engine == "auto" and not has_gds:
         return PosixMover(tier)
     return KvikioMover(tier, has_gds=has_gds)

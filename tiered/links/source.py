@@ -65,9 +65,9 @@ class SourceTier:
             ValueError: the source lacks the block, or its size differs.
         """
         assert home, f"tier '{self.name}' can only be a home, not hold a copy of '{name}'"
-        found = self._source.block_bytes.get(name)
-        if found != nbytes:
-            raise ValueError(f"tier '{self.name}' has {found or 'no'} bytes of block '{name}', not {nbytes}")
+        size = self._source.block_bytes.get(name)
+        if size != nbytes:
+            raise ValueError(f"tier '{self.name}' has {size or 'no'} bytes of block '{name}', not {nbytes}")
         return Slot(self.name, nbytes, nbytes, name) if self._ledger.take(nbytes) else None
 
     def free(self, slot: Slot) -> None:
@@ -113,23 +113,23 @@ class SourceLink:
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
         self._meter.start(nbytes)
         key = str(src_slot.resource)
-        into = self._ram.tensor(dst_slot, (nbytes,), torch.uint8)
+        out = self._ram.tensor(dst_slot, (nbytes,), torch.uint8)
         parts = list(self._source.parts(key)) or [lambda tensor: None]
         job = _SourceRead(len(parts))
         for part in parts:
-            self._workers.submit(lambda part=part: self._run(job, part, into, transfer, key))  # type: ignore[misc]
+            self._workers.submit(lambda part=part: self._run(job, part, out, transfer, key))  # type: ignore[misc]
         return transfer
 
-    def _run(self, job: _SourceRead, part: ReadPart, into: torch.Tensor, transfer: Transfer, key: str) -> None:
+    def _run(self, job: _SourceRead, part: ReadPart, out: torch.Tensor, transfer: Transfer, key: str) -> None:
         error: BaseException | None = None
         if job.error is None:  # After an error, skip the remaining parts.
             try:
-                part(into)
+                part(out)
             except TieredError as cause:
                 error = cause
             except Exception as cause:  # Every exception must end the transfer. Otherwise, its waiters hang.
-                number = cause.errno if isinstance(cause, OSError) else None
-                error = TransferError(f"block '{key}' could not be read: {cause}", tier=self.src, errno=number)
+                error_number = cause.errno if isinstance(cause, OSError) else None
+                error = TransferError(f"block '{key}' could not be read: {cause}", tier=self.src, errno=error_number)
                 error.__cause__ = cause
         if job.finish_part(error):
             self._meter.end(transfer.nbytes, moved=job.error is None)
@@ -149,12 +149,12 @@ class _SourceRead:
 
     def __init__(self, num_parts: int) -> None:
         self.error: BaseException | None = None
-        self._num_left = num_parts
+        self._num_parts_left = num_parts
         self._lock = threading.Lock()
 
     def finish_part(self, error: BaseException | None) -> bool:
         """Count a part that has ended. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
-            self._num_left -= 1
-            return self._num_left == 0
+            self._num_parts_left -= 1
+            return self._num_parts_left == 0

@@ -55,9 +55,9 @@ class UnifiedTier(GpuTier):
         super().__init__(capacity_bytes, name=name, device=device, alignment_bytes=PAGE_BYTES)
 
     def _make(self, nbytes: int) -> DeviceBuffer:
-        needs_pin = self._is_cuda and not uses_host_page_tables(self._device.index or 0)
-        slab = HostSlab(nbytes, pin=needs_pin)
-        if nbytes and needs_pin and not slab.is_pinned:
+        should_pin = self._is_cuda and not uses_host_page_tables(self._device.index or 0)
+        slab = HostSlab(nbytes, pin=should_pin)
+        if nbytes and should_pin and not slab.is_pinned:
             slab.close()
             raise OSError(errno.ENOMEM, f"CUDA cannot pin this memory ({os.strerror(errno.ENOMEM)})")
         return UnifiedBuffer(device_view(slab.tensor, self._device) if self._is_cuda else slab.tensor, slab=slab)
@@ -79,7 +79,7 @@ class UnifiedTier(GpuTier):
         try:
             buffer = self._pool.take(slot_bytes) if slot_bytes else self._make(0)
         except OSError as error:
-            raise self._no_memory(f"{slot_bytes} bytes of block '{name}': {error.strerror}") from error
+            raise self._memory_error(f"{slot_bytes} bytes of block '{name}': {error.strerror}") from error
         return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -94,8 +94,8 @@ class UnifiedTier(GpuTier):
         if neighbour.device is not None:
             return None
         # Create the links for an empty RamTier of the same name.
-        as_ram = RamTier(0, name=self.name, pin_memory=False)
-        return [DeviceOrderedLink(link, self) for link in links_between(as_ram, neighbour)] or None
+        ram_tier = RamTier(0, name=self.name, pin_memory=False)
+        return [DeviceOrderedLink(link, self) for link in links_between(ram_tier, neighbour)] or None
 
 
 class DeviceOrderedLink:
@@ -105,53 +105,53 @@ class DeviceOrderedLink:
     slots move at once. After a read has ended, kernels that are queued later see the bytes.
     """
 
-    def __init__(self, inner: Link, tier: UnifiedTier) -> None:
-        self.src, self.dst = inner.src, inner.dst
-        self._inner, self._tier = inner, tier
-        self._order = Workers(1, f"tiered-{self.src}-{self.dst}-order")
+    def __init__(self, link: Link, tier: UnifiedTier) -> None:
+        self.src, self.dst = link.src, link.dst
+        self._link, self._tier = link, tier
+        self._order_workers = Workers(1, f"tiered-{self.src}-{self.dst}-order")
 
     @property
     def path(self) -> str:
         """Name of the inner link's current copy method."""
-        return self._inner.path
+        return self._link.path
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start copying the first ``nbytes`` and return at once; see ``Link``."""
         is_write = src_slot.tier == self._tier.name
-        ours = src_slot if is_write else dst_slot
-        buffer = buffer_of(ours)
-        assert isinstance(buffer, UnifiedBuffer), ours
-        host = Slot(ours.tier, ours.nbytes, ours.slot_bytes, buffer.slab)
+        slot = src_slot if is_write else dst_slot
+        buffer = buffer_of(slot)
+        assert isinstance(buffer, UnifiedBuffer), slot
+        host_slot = Slot(slot.tier, slot.nbytes, slot.slot_bytes, buffer.slab)
 
         def start() -> Transfer:
-            buffer.slab.tensor[ours.nbytes :] = 0  # The padding goes to disk, so clear the bytes of earlier blocks.
-            return self._inner.submit(*((host, dst_slot) if is_write else (src_slot, host)), nbytes)
+            buffer.slab.tensor[slot.nbytes :] = 0  # The padding goes to disk, so clear the bytes of earlier blocks.
+            return self._link.submit(*((host_slot, dst_slot) if is_write else (src_slot, host_slot)), nbytes)
 
         if buffer.is_idle():
             return start()
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
-        self._order.submit(lambda: self._start_when_idle(buffer, start, transfer), urgent=not is_write)
+        self._order_workers.submit(lambda: self._start_when_idle(buffer, start, transfer), urgent=not is_write)
         return transfer
 
     def _start_when_idle(self, buffer: DeviceBuffer, start: Callable[[], Transfer], transfer: Transfer) -> None:
         try:
             buffer.wait()
-            started = start()
+            inner_transfer = start()
         except Exception as cause:  # Every exception must end the transfer, because otherwise its waiters would hang.
             error = TransferError(f"the device failed: {cause}", tier=f"{self.src}->{self.dst}")
             error.__cause__ = cause
             transfer.finish(error)
         else:
-            started.add_done_callback(lambda ended: transfer.finish(ended.error))
+            inner_transfer.add_done_callback(lambda ended: transfer.finish(ended.error))
 
     def usage(self) -> LinkUsage:
         """Return the counters of the inner link."""
-        return self._inner.usage()
+        return self._link.usage()
 
     def close(self) -> None:
         """Finish transfers in progress and stop the threads. Idempotent."""
-        self._order.close()
-        self._inner.close()
+        self._order_workers.close()
+        self._link.close()
 
 
 class _CudaArrayView:
@@ -172,11 +172,11 @@ def uses_host_page_tables(device: int) -> bool:
     """Return whether a CUDA device uses the host's page tables and can access unregistered host memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        found = ctypes.c_int()
-        failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _USES_HOST_PAGE_TABLES, device)
+        value = ctypes.c_int()
+        error = driver.cuDeviceGetAttribute(ctypes.byref(value), _USES_HOST_PAGE_TABLES, device)
     except (OSError, AttributeError):  # There is no CUDA driver, for example with ROCm.
         return False
-    return not failed and bool(found.value)
+    return not error and bool(value.value)
 
 
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Fault:
     """
 
     kind: Literal["error", "short", "flip", "late"]
-    on: Literal["read", "write"]
+    operation: Literal["read", "write"]
     errno: int = 0
     path: str = ""
     skip: int = 0
@@ -38,13 +38,13 @@ class Fault:
     latency_s: float = 0.0
     num_calls: int = 0
 
-    def affects(self, on: str, file: ChunkFile) -> bool:
+    def affects(self, operation: str, file: ChunkFile) -> bool:
         """Count a call, and return whether the fault affects this call."""
-        if on != self.on or self.path not in str(file.path):
+        if operation != self.operation or self.path not in str(file.path):
             return False
         self.num_calls += 1
-        number = self.num_calls - self.skip
-        return number > 0 and (self.times is None or number <= self.times)
+        call_index = self.num_calls - self.skip
+        return call_index > 0 and (self.times is None or call_index <= self.times)
 
 
 class FaultyMover:
@@ -67,8 +67,8 @@ class FaultyMover:
         """Read with the inner mover and apply the active faults."""
         faults = self._begin("read", file)
         if any(fault.kind == "short" for fault in faults):
-            with view[: _half(len(view))] as first:
-                self.inner.read(file, offset, first)
+            with view[: _half(len(view))] as half:
+                self.inner.read(file, offset, half)
         else:
             self.inner.read(file, offset, view)
         for fault in faults:
@@ -79,8 +79,8 @@ class FaultyMover:
         """Write with the inner mover and apply the active faults."""
         faults = self._begin("write", file)
         if any(fault.kind == "short" for fault in faults):
-            with view[: _half(len(view))] as first:
-                self.inner.write(file, offset, first)
+            with view[: _half(len(view))] as half:
+                self.inner.write(file, offset, half)
         else:
             self.inner.write(file, offset, view)
         for fault in faults:
@@ -91,9 +91,9 @@ class FaultyMover:
         """Close the inner mover."""
         self.inner.close()
 
-    def _begin(self, on: str, file: ChunkFile) -> Sequence[Fault]:
+    def _begin(self, operation: str, file: ChunkFile) -> Sequence[Fault]:
         with self._lock:
-            faults = [fault for fault in self.faults if fault.affects(on, file)]
+            faults = [fault for fault in self.faults if fault.affects(operation, file)]
         for fault in faults:
             if fault.kind == "late":
                 self._sleep(fault.latency_s)

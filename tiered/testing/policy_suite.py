@@ -28,34 +28,34 @@ class PolicySuite(ABC):
         assert list(self.make_policy().rank([], 0)) == []
 
     def test_all_candidates_are_ranked_once(self) -> None:
-        for candidates, now in _cases():
-            ranked = self.make_policy().rank(candidates, now)
-            lost = {candidate.key for candidate in candidates} - {candidate.key for candidate in ranked}
-            assert not lost, f"{sorted(lost)} could never be evicted"
+        for candidates, tick in _cases():
+            ranked = self.make_policy().rank(candidates, tick)
+            missing_keys = {candidate.key for candidate in candidates} - {candidate.key for candidate in ranked}
+            assert not missing_keys, f"{sorted(missing_keys)} could never be evicted"
             assert sorted(ranked, key=_key) == sorted(candidates, key=_key), (ranked, candidates)
 
     def test_the_arguments_are_not_changed(self) -> None:
-        for candidates, now in _cases():
-            before = list(candidates)
-            self.make_policy().rank(candidates, now)
-            assert candidates == before, "rank sorted its argument in place"
-            self.make_policy().rank(tuple(candidates), now)  # A policy must accept any sequence.
+        for candidates, tick in _cases():
+            original = list(candidates)
+            self.make_policy().rank(candidates, tick)
+            assert candidates == original, "rank sorted its argument in place"
+            self.make_policy().rank(tuple(candidates), tick)  # A policy must accept any sequence.
 
     def test_rank_is_repeatable(self) -> None:
         """A repeatable rank keeps the number of moved bytes independent of the number of waits."""
         policy, cases = self.make_policy(), _cases()
-        first = [list(policy.rank(candidates, now)) for candidates, now in cases]
-        for (candidates, now), answer in zip(cases, first, strict=True):
-            assert list(policy.rank(candidates, now)) == answer, "the ranking depends on earlier calls"
-            assert list(self.make_policy().rank(candidates, now)) == answer, "two policies rank differently"
+        rankings = [list(policy.rank(candidates, tick)) for candidates, tick in cases]
+        for (candidates, tick), ranking in zip(cases, rankings, strict=True):
+            assert list(policy.rank(candidates, tick)) == ranking, "the ranking depends on earlier calls"
+            assert list(self.make_policy().rank(candidates, tick)) == ranking, "two policies rank differently"
 
     def test_rank_ignores_the_order_of_candidates(self) -> None:
         """The store passes candidates in the order of its dict, so a policy needs a rule for ties, such as the key."""
         policy, rng = self.make_policy(), random.Random(1)
-        for candidates, now in _cases():
-            answer = list(policy.rank(candidates, now))
-            shuffled = rng.sample(candidates, len(candidates))
-            assert list(policy.rank(shuffled, now)) == answer, (answer, shuffled)
+        for candidates, tick in _cases():
+            ranking = list(policy.rank(candidates, tick))
+            permutation = rng.sample(candidates, len(candidates))
+            assert list(policy.rank(permutation, tick)) == ranking, (ranking, permutation)
 
 
 def _cases() -> Sequence[tuple[list[Candidate], int]]:
@@ -63,18 +63,18 @@ def _cases() -> Sequence[tuple[list[Candidate], int]]:
     rng = random.Random(0)
     cases = []
     for _ in range(_NUM_CASES):
-        now = rng.randrange(20)
+        tick = rng.randrange(20)
         candidates = [
             Candidate(
-                key=f"block.{number}",
+                key=f"block.{index}",
                 nbytes=rng.choice([0, 1, 4096, 10_000]),
                 dirty=rng.random() < 0.5,
                 last_use=rng.randrange(-1, 6),
-                next_use=rng.choice([NEVER, now + 1, now + 2, now + 50]),
+                next_use=rng.choice([NEVER, tick + 1, tick + 2, tick + 50]),
             )
-            for number in rng.sample(range(30), rng.randrange(1, 12))
+            for index in rng.sample(range(30), rng.randrange(1, 12))
         ]
-        cases.append((candidates, now))
+        cases.append((candidates, tick))
     return cases
 
 

@@ -39,12 +39,12 @@ class TierSubject(ABC):
     def make_tier(self, capacity_bytes: int) -> Tier:
         """Return a new, empty tier. The suites close it."""
 
-    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+    def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
         """Return a context in which the machine has less space than the ledger (disk full, out of memory).
 
         Override this if ``allocate`` requests space from the machine. Without an override, the test is skipped.
         """
-        raise unittest.SkipTest(f"{type(self).__name__} does not define refusing(), in which the machine lacks space")
+        raise unittest.SkipTest(f"{type(self).__name__} does not define exhaust_memory() to simulate a lack of space")
 
     def allocate(self, tier: Tier, nbytes: int, name: str) -> Slot:
         """Return a slot; fail if the tier lacks space."""
@@ -66,16 +66,16 @@ class PairSubject(TierSubject):
         """Return the tier at the other end of the links. The suites close it."""
         return RamTier(capacity_bytes, pin_memory=False)
 
-    def make_links(self, fast: Tier, slow: Tier) -> Sequence[Link]:
+    def make_links(self, fast_tier: Tier, slow_tier: Tier) -> Sequence[Link]:
         """Return a link for each direction. The suites close them. Default: ``default_links``."""
-        return default_links([fast, slow])
+        return default_links([fast_tier, slow_tier])
 
-    def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+    def fail_transfers(self, fast_tier: Tier, slow_tier: Tier) -> AbstractContextManager[object]:
         """Return a context in which new transfers fail in both directions.
 
         By default, ``tensor`` of the faster tier fails. Override this if the links do not call ``tensor``.
         """
-        return mock.patch.object(fast, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
+        return mock.patch.object(fast_tier, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
 
     def make_pair(self, fast_bytes: int, slow_bytes: int) -> tuple[Tier, Tier]:
         """Return the faster and the slower tier."""
@@ -86,25 +86,26 @@ class PairSubject(TierSubject):
     @contextmanager
     def rig(self, num_units: int = 64) -> Iterator[Rig]:
         """Yield both tiers, each with space for ``num_units`` blocks, and their links. Close everything at the end."""
-        fast, slow = self.make_pair(num_units * self.unit_bytes, num_units * self.unit_bytes)
-        links = self.make_links(fast, slow)
+        fast_tier, slow_tier = self.make_pair(num_units * self.unit_bytes, num_units * self.unit_bytes)
+        links = self.make_links(fast_tier, slow_tier)
 
         def close() -> None:
             for link in links:
                 link.close()
-            fast.close()
-            slow.close()
+            fast_tier.close()
+            slow_tier.close()
 
         try:
-            by_direction = {(link.src, link.dst): link for link in links}
-            found = [f"{src}->{dst}" for src, dst in by_direction]
-            assert len(links) == len(by_direction) == 2 and (fast.name, slow.name) in by_direction, found
-            assert (slow.name, fast.name) in by_direction, found
-            yield Rig(fast, slow, by_direction[fast.name, slow.name], by_direction[slow.name, fast.name])
+            links_by_pair = {(link.src, link.dst): link for link in links}
+            pairs = [f"{src}->{dst}" for src, dst in links_by_pair]
+            assert len(links) == len(links_by_pair) == 2 and (fast_tier.name, slow_tier.name) in links_by_pair, pairs
+            assert (slow_tier.name, fast_tier.name) in links_by_pair, pairs
+            write_pair = (fast_tier.name, slow_tier.name)
+            yield Rig(fast_tier, slow_tier, links_by_pair[write_pair], links_by_pair[write_pair[::-1]])
         except BaseException:
-            closer = threading.Thread(target=close, daemon=True)  # A link that hangs must not hide the error.
-            closer.start()
-            closer.join(TIMEOUT_S)
+            thread = threading.Thread(target=close, daemon=True)  # A link that hangs must not hide the error.
+            thread.start()
+            thread.join(TIMEOUT_S)
             raise
         close()
 
@@ -113,43 +114,43 @@ class PairSubject(TierSubject):
 class Rig:
     """Two tiers and the links between them."""
 
-    fast: Tier
-    slow: Tier
-    down: Link
-    up: Link
+    fast_tier: Tier
+    slow_tier: Tier
+    write_link: Link
+    read_link: Link
 
     def fast_slot(self, nbytes: int, name: str = "block") -> Slot:
         """Return a slot for a copy in the faster tier."""
-        slot = self.fast.allocate(nbytes, name=name, home=False)
-        assert slot is not None, self.fast.usage()
+        slot = self.fast_tier.allocate(nbytes, name=name, home=False)
+        assert slot is not None, self.fast_tier.usage()
         return slot
 
     def slow_slot(self, nbytes: int, name: str = "block") -> Slot:
         """Return a home slot in the slower tier."""
-        slot = self.slow.allocate(nbytes, name=name, home=True)
-        assert slot is not None, self.slow.usage()
+        slot = self.slow_tier.allocate(nbytes, name=name, home=True)
+        assert slot is not None, self.slow_tier.usage()
         return slot
 
     def write(self, slot: Slot, data: torch.Tensor) -> None:
         """Write bytes to a slot in the faster tier, as the holder of a lease would."""
-        self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
-        if isinstance(self.fast, StreamTier):
-            self.fast.record_use([slot])
+        self.fast_tier.tensor(slot, data.shape, data.dtype).copy_(data)
+        if isinstance(self.fast_tier, StreamTier):
+            self.fast_tier.record_use([slot])
 
     def read(self, slot: Slot) -> torch.Tensor:
         """Return the contents of a slot in the faster tier, 1-D uint8 on the CPU."""
-        return self.fast.tensor(slot, (slot.nbytes,), torch.uint8).clone().cpu()
+        return self.fast_tier.tensor(slot, (slot.nbytes,), torch.uint8).clone().cpu()
 
     def send(self, fast_slot: Slot, slow_slot: Slot) -> Transfer:
         """Copy a slot to the slower tier and wait for the transfer."""
-        transfer = self.down.submit(fast_slot, slow_slot, slow_slot.nbytes)
+        transfer = self.write_link.submit(fast_slot, slow_slot, slow_slot.nbytes)
         transfer.wait(TIMEOUT_S)
         return transfer
 
     def fetch(self, slow_slot: Slot, fast_slot: Slot) -> torch.Tensor:
         """Overwrite a slot in the faster tier with garbage, fetch into this slot, and return the contents."""
         self.write(fast_slot, torch.full((fast_slot.nbytes,), 0xEE, dtype=torch.uint8))
-        self.up.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
+        self.read_link.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
         return self.read(fast_slot)
 
 
@@ -158,10 +159,10 @@ def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def raised_by(act: Callable[[], object]) -> Exception | None:
+def catch_error(action: Callable[[], object]) -> Exception | None:
     """Return the error that a call raises, or None."""
     try:
-        act()
+        action()
     except Exception as error:
         return error
     return None

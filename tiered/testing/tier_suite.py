@@ -9,7 +9,7 @@ import threading
 import torch
 
 from tiered.errors import CapacityError, TieredError, TransferError
-from tiered.testing.subjects import TIMEOUT_S, TierSubject, raised_by, random_bytes
+from tiered.testing.subjects import TIMEOUT_S, TierSubject, catch_error, random_bytes
 from tiered.tiers.base import Slot, Tier
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.uint8, torch.float64)
@@ -54,21 +54,21 @@ class TierSuite(TierSubject):
             usage = tier.usage()
             assert (usage.used_bytes, usage.high_water_bytes) == (0, 0), usage
             assert usage.free_bytes == usage.capacity_bytes == tier.capacity_bytes, usage
-            expected = most = 0
-            for number, nbytes in enumerate(self._sizes(tier)):
+            expected = peak_bytes = 0
+            for index, nbytes in enumerate(self._sizes(tier)):
                 slot_bytes = tier.slot_bytes(nbytes)
                 assert slot_bytes >= nbytes, (nbytes, slot_bytes)
                 assert slot_bytes % tier.alignment_bytes == 0, (nbytes, slot_bytes, tier.alignment_bytes)
-                slot = self.allocate(tier, nbytes, f"layers.{number}/weight")
+                slot = self.allocate(tier, nbytes, f"layers.{index}/weight")
                 assert (slot.tier, slot.nbytes, slot.slot_bytes) == (tier.name, nbytes, slot_bytes), slot
                 expected += slot_bytes
-                most = max(most, expected)
+                peak_bytes = max(peak_bytes, expected)
                 assert tier.usage().used_bytes == expected, (tier.usage(), expected)
-                if number % 2:
+                if index % 2:
                     tier.free(slot)
                     expected -= slot_bytes
                 assert tier.usage().used_bytes == expected, (tier.usage(), expected)
-            assert tier.usage().high_water_bytes == most, (tier.usage(), most)
+            assert tier.usage().high_water_bytes == peak_bytes, (tier.usage(), peak_bytes)
 
     def test_allocation_without_space_returns_none_at_no_cost(self) -> None:
         with self._tier() as tier:
@@ -77,10 +77,10 @@ class TierSuite(TierSubject):
             while tier.slot_bytes(self.unit_bytes) <= tier.usage().free_bytes:
                 slots.append(self.allocate(tier, self.unit_bytes, f"block.{len(slots)}"))
             assert slots, tier.usage()
-            before = tier.usage()
-            assert before.used_bytes <= tier.capacity_bytes, before
+            old_usage = tier.usage()
+            assert old_usage.used_bytes <= tier.capacity_bytes, old_usage
             assert tier.allocate(self.unit_bytes, name="more", home=not self.takes_copies) is None
-            assert tier.usage() == before, (tier.usage(), before)
+            assert tier.usage() == old_usage, (tier.usage(), old_usage)
             tier.free(slots.pop())
             self.allocate(tier, self.unit_bytes, "more")
 
@@ -88,28 +88,28 @@ class TierSuite(TierSubject):
         """The store evicts until enough bytes are free, and then relies on the allocation to succeed."""
         rng = random.Random(0)
         with self._tier() as tier:
-            held: list[Slot] = []
+            slots: list[Slot] = []
             for step in range(120):
                 usage = tier.usage()
-                rest = min(usage.free_bytes, 3 * self.unit_bytes)
-                nbytes = rng.choice([*self._sizes(tier), rng.randrange(3 * self.unit_bytes), rest, rest])
+                limit = min(usage.free_bytes, 3 * self.unit_bytes)
+                nbytes = rng.choice([*self._sizes(tier), rng.randrange(3 * self.unit_bytes), limit, limit])
                 slot = tier.allocate(nbytes, name=f"block.{step}", home=not self.takes_copies)
                 fits = tier.slot_bytes(nbytes) <= usage.free_bytes
                 assert (slot is not None) == fits, f"{nbytes} bytes, slot {tier.slot_bytes(nbytes)}, {usage}"
                 if slot is not None:
-                    held.append(slot)
-                while held and (slot is None or rng.random() < 0.4):
-                    tier.free(held.pop(rng.randrange(len(held))))
-                    slot = held[0] if held else None
-                expected = sum(slot.slot_bytes for slot in held)
+                    slots.append(slot)
+                while slots and (slot is None or rng.random() < 0.4):
+                    tier.free(slots.pop(rng.randrange(len(slots))))
+                    slot = slots[0] if slots else None
+                expected = sum(slot.slot_bytes for slot in slots)
                 assert tier.usage().used_bytes == expected <= tier.capacity_bytes, (tier.usage(), expected)
 
     def test_freeing_a_slot_twice_raises(self) -> None:
         with self._tier() as tier:
-            kept, slot = self.allocate(tier, self.unit_bytes, "kept"), self.allocate(tier, self.unit_bytes, "gone")
+            other, slot = self.allocate(tier, self.unit_bytes, "kept"), self.allocate(tier, self.unit_bytes, "gone")
             tier.free(slot)
-            assert raised_by(lambda: tier.free(slot)) is not None, "a slot was freed twice without an error"
-            assert tier.usage().used_bytes == kept.slot_bytes, tier.usage()
+            assert catch_error(lambda: tier.free(slot)) is not None, "a slot was freed twice without an error"
+            assert tier.usage().used_bytes == other.slot_bytes, tier.usage()
 
     def test_freed_names_can_be_reused(self) -> None:
         with self._tier() as tier:
@@ -129,11 +129,11 @@ class TierSuite(TierSubject):
             assert tier.usage().free_bytes == 0, tier.usage()
             assert tier.usage().high_water_bytes == tier.capacity_bytes, tier.usage()
             assert tier.allocate(1, name="more", home=not self.takes_copies) is None
-            before = tier.usage()
-            error = raised_by(lambda: tier.reserve(1))
+            old_usage = tier.usage()
+            error = catch_error(lambda: tier.reserve(1))
             assert isinstance(error, CapacityError), f"reserve beyond the capacity: {error!r}, not a CapacityError"
             assert (error.tier, error.need_bytes, error.free_bytes) == (tier.name, 1, 0), vars(error)
-            assert tier.usage() == before, (tier.usage(), before)
+            assert tier.usage() == old_usage, (tier.usage(), old_usage)
             tier.reserve(-free_bytes)
             assert tier.usage().free_bytes == free_bytes, tier.usage()
             tier.free(slot)
@@ -142,8 +142,8 @@ class TierSuite(TierSubject):
 
     def test_lack_of_machine_memory_raises_transfer_error(self) -> None:
         with self._tier() as tier:
-            with self.refusing(tier):
-                error = raised_by(lambda: tier.allocate(self.unit_bytes, name="block", home=not self.takes_copies))
+            with self.exhaust_memory(tier):
+                error = catch_error(lambda: tier.allocate(self.unit_bytes, name="block", home=not self.takes_copies))
             assert isinstance(error, TransferError), f"the machine refused: {error!r}, not a TransferError"
             assert error.tier == tier.name, error.tier
             assert tier.usage().used_bytes == 0, tier.usage()
@@ -155,19 +155,19 @@ class TierSuite(TierSubject):
         with self._tier() as tier:
             if tier.device is None:
                 slot = self.allocate(tier, 4, "block")
-                error = raised_by(lambda: tier.tensor(slot, (1,), torch.float32))
+                error = catch_error(lambda: tier.tensor(slot, (1,), torch.float32))
                 assert isinstance(error, TieredError), f"not addressable, but tensor() gave {error!r}"
                 return
             for dtype in _DTYPES:
                 for shape in _SHAPES:
                     slot = self.allocate(tier, torch.Size(shape).numel() * dtype.itemsize, "block")
-                    tensor, again = tier.tensor(slot, shape, dtype), tier.tensor(slot, shape, dtype)
+                    tensor, second_view = tier.tensor(slot, shape, dtype), tier.tensor(slot, shape, dtype)
                     assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), (tensor.shape, tensor.dtype)
                     assert tensor.is_contiguous() and tensor.device.type == tier.device.type, tensor.device
                     assert tensor.data_ptr() % dtype.itemsize == 0, (tensor.data_ptr(), dtype)
                     tensor.fill_(1)
-                    assert bool((again == 1).all()), f"{dtype} {shape}: the second tensor does not see the first"
-                    assert tensor.data_ptr() == again.data_ptr(), "a copy, not a view"
+                    assert bool((second_view == 1).all()), f"{dtype} {shape}: the second tensor does not see the first"
+                    assert tensor.data_ptr() == second_view.data_ptr(), "a copy, not a view"
                     tier.free(slot)
 
     def test_slots_do_not_overlap(self) -> None:
@@ -175,17 +175,17 @@ class TierSuite(TierSubject):
             if tier.device is None:
                 return
             contents = {}
-            for number, nbytes in enumerate([1, 5000, self.unit_bytes, 3, self.unit_bytes + 1]):
-                slot = self.allocate(tier, nbytes, f"block.{number}")
-                contents[slot] = random_bytes(nbytes, number)
+            for index, nbytes in enumerate([1, 5000, self.unit_bytes, 3, self.unit_bytes + 1]):
+                slot = self.allocate(tier, nbytes, f"block.{index}")
+                contents[slot] = random_bytes(nbytes, index)
                 tier.tensor(slot, (nbytes,), torch.uint8).copy_(contents[slot])
-            for number in range(10):  # Allocate and free other slots.
-                slot = self.allocate(tier, self.unit_bytes, f"other.{number}")
-                tier.tensor(slot, (self.unit_bytes,), torch.uint8).fill_(number)
+            for index in range(10):  # Allocate and free other slots.
+                slot = self.allocate(tier, self.unit_bytes, f"other.{index}")
+                tier.tensor(slot, (self.unit_bytes,), torch.uint8).fill_(index)
                 tier.free(slot)
             for slot, expected in contents.items():
-                found = tier.tensor(slot, (slot.nbytes,), torch.uint8)
-                assert torch.equal(found.cpu(), expected), f"another slot changed the slot of {slot.nbytes} bytes"
+                data = tier.tensor(slot, (slot.nbytes,), torch.uint8)
+                assert torch.equal(data.cpu(), expected), f"another slot changed the slot of {slot.nbytes} bytes"
 
     def test_tensor_cannot_exceed_the_slot(self) -> None:
         with self._tier() as tier:
@@ -193,10 +193,10 @@ class TierSuite(TierSubject):
                 return
             slot = self.allocate(tier, self.unit_bytes, "block")
             tier.tensor(slot, (self.unit_bytes,), torch.uint8).copy_(random_bytes(self.unit_bytes, 0))
-            start = tier.tensor(slot, (100,), torch.uint8)
-            assert torch.equal(start.cpu(), random_bytes(self.unit_bytes, 0)[:100])
-            beyond = slot.slot_bytes + 1
-            assert raised_by(lambda: tier.tensor(slot, (beyond,), torch.uint8)) is not None, "bytes beyond the slot"
+            prefix = tier.tensor(slot, (100,), torch.uint8)
+            assert torch.equal(prefix.cpu(), random_bytes(self.unit_bytes, 0)[:100])
+            nbytes = slot.slot_bytes + 1
+            assert catch_error(lambda: tier.tensor(slot, (nbytes,), torch.uint8)) is not None, "bytes beyond the slot"
 
     # -- closing and threads -----------------------------------------------------------------------------------
 
@@ -218,7 +218,8 @@ class TierSuite(TierSubject):
         problems: list[str] = []
         with self._tier() as tier:
             threads = [
-                threading.Thread(target=self._work, args=(tier, number, problems), daemon=True) for number in range(4)
+                threading.Thread(target=self._run_thread, args=(tier, index, problems), daemon=True)
+                for index in range(4)
             ]
             for thread in threads:
                 thread.start()
@@ -228,26 +229,26 @@ class TierSuite(TierSubject):
             assert not problems, problems[0]
             assert tier.usage().used_bytes == 0, tier.usage()
 
-    def _work(self, tier: Tier, number: int, problems: list[str]) -> None:
-        rng = random.Random(number)
-        held: list[tuple[Slot, int]] = []
+    def _run_thread(self, tier: Tier, index: int, problems: list[str]) -> None:
+        rng = random.Random(index)
+        slots: list[tuple[Slot, int]] = []
         try:
             for step in range(60):
                 nbytes = rng.choice([100, self.unit_bytes // 2, self.unit_bytes, 2 * self.unit_bytes])
-                slot = tier.allocate(nbytes, name=f"thread.{number}/{step}", home=not self.takes_copies)
+                slot = tier.allocate(nbytes, name=f"thread.{index}/{step}", home=not self.takes_copies)
                 if slot is not None:
-                    held.append((slot, rng.randrange(256)))
-                    self._fill(tier, *held[-1])
+                    slots.append((slot, rng.randrange(256)))
+                    self._fill(tier, *slots[-1])
                 if slot is None or rng.random() < 0.5:
-                    self._check_and_free(tier, held, rng, problems)
+                    self._check_and_free(tier, slots, rng, problems)
                 usage = tier.usage()
-                mine = sum(slot.slot_bytes for slot, _ in held)
-                if not mine <= usage.used_bytes <= usage.high_water_bytes <= tier.capacity_bytes:
-                    problems.append(f"thread {number} holds {mine} bytes, {usage}")
-            while held:
-                self._check_and_free(tier, held, rng, problems)
+                own_bytes = sum(slot.slot_bytes for slot, _ in slots)
+                if not own_bytes <= usage.used_bytes <= usage.high_water_bytes <= tier.capacity_bytes:
+                    problems.append(f"thread {index} holds {own_bytes} bytes, {usage}")
+            while slots:
+                self._check_and_free(tier, slots, rng, problems)
         except Exception as error:
-            problems.append(f"thread {number}: {error!r}")
+            problems.append(f"thread {index}: {error!r}")
 
     @staticmethod
     def _fill(tier: Tier, slot: Slot, value: int) -> None:
@@ -255,10 +256,10 @@ class TierSuite(TierSubject):
             tier.tensor(slot, (slot.nbytes,), torch.uint8).fill_(value)
 
     @staticmethod
-    def _check_and_free(tier: Tier, held: list[tuple[Slot, int]], rng: random.Random, problems: list[str]) -> None:
-        if not held:
+    def _check_and_free(tier: Tier, slots: list[tuple[Slot, int]], rng: random.Random, problems: list[str]) -> None:
+        if not slots:
             return
-        slot, value = held.pop(rng.randrange(len(held)))
+        slot, value = slots.pop(rng.randrange(len(slots)))
         if tier.device is not None and not bool((tier.tensor(slot, (slot.nbytes,), torch.uint8) == value).all()):
             problems.append(f"a slot of {slot.nbytes} bytes was changed by another thread")
         tier.free(slot)

@@ -46,8 +46,8 @@ def find_directories(root: Path) -> Iterator[Path]:
 
 
 def _is_tier_directory(folder: Path) -> bool:
-    own = read_own_attributes(folder)
-    return own is not None and "page_bytes" in own  # Only the document of a tier's directory has this attribute.
+    fields = read_own_attributes(folder)
+    return fields is not None and "page_bytes" in fields  # Only the document of a tier's directory has this attribute.
 
 
 def measure_leftovers(path: Path) -> Leftovers:
@@ -57,10 +57,10 @@ def measure_leftovers(path: Path) -> Leftovers:
 
 def _measure(path: Path) -> Leftovers:
     num_files = nbytes = num_foreign = 0
-    for file, is_ours in _files(path):
+    for file, is_own in _scratch_files(path):
         status = file.lstat()
-        num_foreign += not is_ours
-        if is_ours and stat.S_ISREG(status.st_mode) and file.name not in _DOCUMENT_NAMES:
+        num_foreign += not is_own
+        if is_own and stat.S_ISREG(status.st_mode) and file.name not in _DOCUMENT_NAMES:
             num_files += 1
             if status.st_nlink == 1:  # Removing a file frees no space if a generation links the same file.
                 nbytes += status.st_blocks * 512
@@ -76,9 +76,9 @@ def remove_leftovers(path: Path) -> Leftovers:
     """
     lock = lock_directory(path)
     try:
-        found = _measure(path)
-        for file, is_ours in list(_files(path)):
-            if is_ours and not (file.name in _DOCUMENT_NAMES and _has_foreign_below(file.parent)):
+        leftovers = _measure(path)
+        for file, is_own in list(_scratch_files(path)):
+            if is_own and not (file.name in _DOCUMENT_NAMES and _has_foreign_below(file.parent)):
                 file.unlink()
         for root in (path / "live", path / ".pool"):
             for folder, _, _ in os.walk(root, topdown=False):
@@ -86,22 +86,22 @@ def remove_leftovers(path: Path) -> Leftovers:
                     os.rmdir(folder)
     finally:
         lock.release()
-    return found
+    return leftovers
 
 
 def _has_foreign_below(folder: Path) -> bool:
     return any(not _is_live_file(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
 
 
-def _files(path: Path) -> Iterator[tuple[Path, bool]]:
+def _scratch_files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield (file, whether a tier created the file) for all files and symbolic links in the scratch folders."""
-    for root, is_ours in ((path / "live", _is_live_file), (path / ".pool", _is_pool_file)):
+    for root, is_own in ((path / "live", _is_live_file), (path / ".pool", _is_pool_file)):
         if root.is_symlink():
             continue
         for folder, names, files in os.walk(root):
             for name in [*files, *(name for name in names if os.path.islink(os.path.join(folder, name)))]:
                 file = Path(folder, name)
-                yield file, is_ours(file)
+                yield file, is_own(file)
 
 
 def _is_live_file(file: Path) -> bool:
@@ -133,7 +133,7 @@ class Orphan:
 
 def find_orphans(path: Path) -> list[Orphan]:
     """Return the orphans on one path of a file tier, or [] while a process uses the path. Changes nothing."""
-    return [] if holder_text(path) is not None else _find(path)
+    return [] if holder_text(path) is not None else _find_orphans(path)
 
 
 def remove_orphan(orphan: Orphan) -> Orphan:
@@ -153,32 +153,32 @@ def remove_orphan(orphan: Orphan) -> Orphan:
     return orphan
 
 
-def _find(path: Path) -> list[Orphan]:
-    found: list[tuple[int, Path, Owner]] = []
-    for number, folder in snapshot_folders([path]):
+def _find_orphans(path: Path) -> list[Orphan]:
+    candidates: list[tuple[int, Path, Owner]] = []
+    for generation, folder in snapshot_folders([path]):
         owner = read_owner(folder)
-        if owner is not None and owner.id and not _is_listed(number, owner):
-            found.append((number, folder, owner))
-    num_links = Counter(status.st_ino for _, folder, _ in found for status in _chunk_files(folder))
-    counted: set[int] = set()
+        if owner is not None and owner.id and not _is_listed(generation, owner):
+            candidates.append((generation, folder, owner))
+    num_links = Counter(status.st_ino for _, folder, _ in candidates for status in _chunk_files(folder))
+    counted_inodes: set[int] = set()
     orphans = []
-    for number, folder, owner in found:
+    for generation, folder, owner in candidates:
         nbytes = 0
         for status in _chunk_files(folder):
-            if status.st_nlink == num_links[status.st_ino] and status.st_ino not in counted:
-                counted.add(status.st_ino)
+            if status.st_nlink == num_links[status.st_ino] and status.st_ino not in counted_inodes:
+                counted_inodes.add(status.st_ino)
                 nbytes += status.st_blocks * 512
         is_gone = read_store_id(Path(owner.path)) != owner.id
-        orphans.append(Orphan(folder, number, Path(owner.path), nbytes, is_gone))
+        orphans.append(Orphan(folder, generation, Path(owner.path), nbytes, is_gone))
     return orphans
 
 
-def _is_listed(number: int, owner: Owner) -> bool:
+def _is_listed(generation: int, owner: Owner) -> bool:
     """Return whether the store lists the generation, or is in use and may soon list the generation."""
     directory = Path(owner.path)
     if read_store_id(directory) != owner.id:
         return False
-    return number in list_generations(directory) or holder_text(directory) is not None
+    return generation in list_generations(directory) or holder_text(directory) is not None
 
 
 def _chunk_files(folder: Path) -> Iterator[os.stat_result]:

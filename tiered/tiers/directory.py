@@ -32,16 +32,16 @@ _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # A crash d
 def check_claimable(path: Path) -> None:
     """Refuse a directory that contains files of other programs or of a newer format. Writes nothing."""
     refuse_links(path)
-    own = read_own_attributes(path)
-    if own is None:
+    attributes = read_own_attributes(path)
+    if attributes is None:
         if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_tier_files(path):
             raise UnusableDirectoryError(
                 f"'{path}' is not empty and was not made by tiered, so nothing in it was changed. "
                 "Name an empty or a new directory"
             )
-    elif int(own.get("format", 0)) > FORMAT_VERSION:
+    elif int(attributes.get("format", 0)) > FORMAT_VERSION:
         raise UnusableDirectoryError(
-            f"'{path}' has format {own['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
+            f"'{path}' has format {attributes['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
             "or name another directory"
         )
 
@@ -115,7 +115,7 @@ class TierDirectory:
         self.snap = self.path / "snap"
         self.pool_bytes = 0
         self._pool = self.path / ".pool"
-        self._pooled: dict[int, list[Path]] = {}
+        self._pool_files: dict[int, list[Path]] = {}
         self._next_id = 0
         try:
             make_folder(self.path)
@@ -131,7 +131,7 @@ class TierDirectory:
             lock.release()
             raise
         self._lock: DirectoryLock | None = lock
-        self._process = os.getpid()
+        self._pid = os.getpid()
         try:
             check_claimable(self.path)  # Check again, because other processes are excluded only under the lock.
             self._write_own_document()
@@ -162,7 +162,7 @@ class TierDirectory:
 
         A forked child does not release its parent's lock. When the process ends, its name stays in the LOCK file.
         """
-        if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
+        if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
             self.close()
 
     def check_lock(self) -> None:
@@ -203,11 +203,11 @@ class TierDirectory:
 
     def take_pooled(self, nbytes: int, target: Path) -> bool:
         """Replace ``target`` with a pooled file of exactly this size. Return False if there is no such file."""
-        same_size = self._pooled.get(nbytes)
-        if not same_size:
+        files = self._pool_files.get(nbytes)
+        if not files:
             return False
-        os.replace(same_size[-1], target)
-        same_size.pop()
+        os.replace(files[-1], target)
+        files.pop()
         self.pool_bytes -= nbytes
         return True
 
@@ -238,21 +238,21 @@ class TierDirectory:
         """Move a file to the pool. The file must have no other links."""
         folder = self._pool / str(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
-        pooled = folder / str(self._new_id())
-        os.rename(path, pooled)
-        self._pooled.setdefault(nbytes, []).append(pooled)
+        pool_path = folder / str(self._new_id())
+        os.rename(path, pool_path)
+        self._pool_files.setdefault(nbytes, []).append(pool_path)
         self.pool_bytes += nbytes
 
     def largest_pooled(self) -> int:
         """Return the size of the largest pooled file, or 0 if there is none."""
-        return max((size for size, files in self._pooled.items() if files), default=0)
+        return max((size for size, files in self._pool_files.items() if files), default=0)
 
     def drop_largest(self) -> bool:
         """Delete the largest pooled file; return False if there is none."""
         nbytes = self.largest_pooled()
         if nbytes == 0:
             return False
-        self._pooled[nbytes].pop(0).unlink()
+        self._pool_files[nbytes].pop(0).unlink()
         self.pool_bytes -= nbytes
         return True
 
@@ -273,7 +273,7 @@ class TierDirectory:
                     self._next_id = max(self._next_id, int(path.name) if is_number(path.name) else 0)
                     continue
                 if folder.name == str(status.st_size) and is_number(path.name) and _is_reusable(status):
-                    self._pooled.setdefault(status.st_size, []).append(path)
+                    self._pool_files.setdefault(status.st_size, []).append(path)
                     self.pool_bytes += status.st_size
                     self._next_id = max(self._next_id, int(path.name))
                 else:
@@ -290,34 +290,34 @@ class TierDirectory:
 
     def frozen_bytes(self) -> int:
         """Return the bytes of all files under ``snap/``. A file with several links counts once."""
-        return _bytes_of_files(self.snap)
+        return _total_bytes(self.snap)
 
-    def held_bytes(self) -> int:
+    def disk_bytes(self) -> int:
         """Return the bytes of all live, frozen and pooled files. A file with several links counts once."""
-        return self.pool_bytes + _bytes_of_files(self.live, self.snap)
+        return self.pool_bytes + _total_bytes(self.live, self.snap)
 
 
 def open_directories(
     paths: Sequence[str | os.PathLike[str]], max_written_bytes: Sequence[int | None] | None = None
 ) -> list[TierDirectory]:
     """Open all directories of a tier. If one fails, close the others. Raises the errors of ``TierDirectory``."""
-    opened: list[TierDirectory] = []
+    directories: list[TierDirectory] = []
     try:
         for path, limit in zip(paths, max_written_bytes or [None] * len(paths), strict=True):
-            opened.append(TierDirectory(path, max_written_bytes=limit))
+            directories.append(TierDirectory(path, max_written_bytes=limit))
     except BaseException:
-        for directory in opened:
+        for directory in directories:
             directory.close()
         raise
-    return opened
+    return directories
 
 
 def reusable_bytes(path: Path) -> int:
     """Return the bytes of files on this path that a new tier would reuse instead of allocating space."""
     if read_own_attributes(path) is None:
         return 0
-    pooled = sum(status.st_size for status in _statuses((path / ".pool").glob("*/*")))
-    return pooled + sum(status.st_size for status in statuses_below(path / "live"))
+    pool_bytes = sum(status.st_size for status in _statuses((path / ".pool").glob("*/*")))
+    return pool_bytes + sum(status.st_size for status in statuses_below(path / "live"))
 
 
 def files_below(root: Path) -> Iterator[Path]:
@@ -335,7 +335,7 @@ def statuses_below(root: Path) -> Iterator[os.stat_result]:
     yield from _statuses(files_below(root))
 
 
-def _bytes_of_files(*roots: Path) -> int:
+def _total_bytes(*roots: Path) -> int:
     """Return the total bytes of the chunk files below all roots. A file with several links counts once."""
     return sum({status.st_ino: status.st_size for root in roots for status in statuses_below(root)}.values())
 
@@ -364,9 +364,9 @@ def read_own_attributes(folder: Path) -> dict[str, Any] | None:
     """
     try:
         content = read_document_file(folder / DOCUMENT_NAME)
-        head, found, _ = content.partition(_MEMBERS_PREFIX)
-        own = own_attributes(json.loads(head + b"}")) if found else None
-        return own_attributes(json.loads(content)) if own is None else own
+        head, separator, _ = content.partition(_MEMBERS_PREFIX)
+        attributes = own_attributes(json.loads(head + b"}")) if separator else None
+        return own_attributes(json.loads(content)) if attributes is None else attributes
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -407,12 +407,12 @@ def remove_array(root: Path, key: str) -> None:
 
 def _has_tier_files(path: Path) -> bool:
     """Return whether a directory without a readable document has other files that only a tier creates."""
-    for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
+    for name, field, value_type in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
         try:
-            found = json.loads(read_document_file(path / name))
+            document = json.loads(read_document_file(path / name))
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and isinstance(found.get(field), kind):
+        if isinstance(document, dict) and isinstance(document.get(field), value_type):
             return True
     return False
 
@@ -443,5 +443,5 @@ def _preallocate(path: Path, nbytes: int) -> None:
 
 def _is_reusable(status: os.stat_result) -> bool:
     """Return whether a file is a complete, preallocated chunk file that no snapshot links."""
-    is_whole = status.st_size > 0 and status.st_size % PAGE_BYTES == 0 and status.st_blocks * 512 >= status.st_size
-    return is_whole and status.st_nlink == 1
+    is_complete = status.st_size > 0 and status.st_size % PAGE_BYTES == 0 and status.st_blocks * 512 >= status.st_size
+    return is_complete and status.st_nlink == 1

@@ -57,19 +57,19 @@ class DeviceBuffer:
     def order_before(self, stream: Any) -> None:
         """Make later work on ``stream`` wait for the recorded work on other streams."""
         with self.lock:
-            for other, event in self.pending_events.items():
-                if other != stream:
+            for other_stream, event in self.pending_events.items():
+                if other_stream != stream:
                     stream.wait_event(event)
 
     def wait(self) -> None:
         """Make the host wait for the work recorded so far. Meanwhile, other threads can record more work."""
         with self.lock:
-            waited_for = dict(self.pending_events)
-        for event in waited_for.values():
+            events = dict(self.pending_events)
+        for event in events.values():
             event.synchronize()
         with self.lock:
             self.pending_events = {
-                stream: event for stream, event in self.pending_events.items() if event is not waited_for.get(stream)
+                stream: event for stream, event in self.pending_events.items() if event is not events.get(stream)
             }
 
     @contextmanager
@@ -121,19 +121,19 @@ class GpuTier:
         self.durable = False
         self.num_drops = 0
         self._is_cuda = self._device.type == "cuda"
-        self._streams = threading.Lock()
-        self._own_stream: Any = None
+        self._stream_lock = threading.Lock()
+        self._allocation_stream: Any = None
         self._ledger = Ledger(name, capacity_bytes)
         self._pool: SlabPool[DeviceBuffer] = SlabPool(self._ledger, self._make, self._drop, DeviceBuffer.is_idle)
 
     def _make(self, nbytes: int) -> DeviceBuffer:
         if not self._is_cuda:
-            whole = torch.empty(nbytes + self.alignment_bytes, dtype=torch.uint8, device=self._device)
-            start = -whole.data_ptr() % self.alignment_bytes
-            return DeviceBuffer(whole[start : start + nbytes])
+            buffer = torch.empty(nbytes + self.alignment_bytes, dtype=torch.uint8, device=self._device)
+            offset = -buffer.data_ptr() % self.alignment_bytes
+            return DeviceBuffer(buffer[offset : offset + nbytes])
         # torch orders the reuse of memory on the stream that freed the memory. No kernels run on the tier's stream, and
         # _drop frees only idle buffers, so the next user need not wait.
-        with torch.cuda.stream(self._allocating_stream()):
+        with torch.cuda.stream(self._get_allocation_stream()):
             return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _drop(self, buffer: DeviceBuffer) -> None:
@@ -145,13 +145,13 @@ class GpuTier:
             # Otherwise torch would cache the memory, and a buffer of another size would need additional memory.
             torch.cuda.empty_cache()
 
-    def _allocating_stream(self) -> Any:
-        with self._streams:  # Any thread can allocate, without the pool's lock.
-            if self._own_stream is None:
-                self._own_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            return self._own_stream
+    def _get_allocation_stream(self) -> Any:
+        with self._stream_lock:  # Any thread can allocate, without the pool's lock.
+            if self._allocation_stream is None:
+                self._allocation_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return self._allocation_stream
 
-    def _recorded_event(self, stream: Any) -> Any:
+    def _record_event(self, stream: Any) -> Any:
         # With blocking=True, a waiting host thread sleeps instead of keeping a CPU core busy.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -166,7 +166,7 @@ class GpuTier:
         """Record the work queued so far on ``stream`` (default: the current one) as a use of all these slots."""
         if self._is_cuda:
             stream = stream if stream is not None else self.current_stream()
-            event = self._recorded_event(stream)
+            event = self._record_event(stream)
             for slot in slots:
                 buffer_of(slot).add_event(event, stream)
 
@@ -191,7 +191,7 @@ class GpuTier:
         try:
             buffer = self._pool.take(slot_bytes)
         except torch.OutOfMemoryError as error:
-            raise self._no_memory(f"{format_size(slot_bytes)} of block '{name}'") from error
+            raise self._memory_error(f"{format_size(slot_bytes)} of block '{name}'") from error
         return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def free(self, slot: Slot) -> None:
@@ -201,9 +201,9 @@ class GpuTier:
             self._pool.give(slot.slot_bytes, buffer)
         slot.resource = None
 
-    def _no_memory(self, what: str) -> TransferError:
+    def _memory_error(self, purpose: str) -> TransferError:
         return TransferError(
-            f"the device has no memory for {what}. "
+            f"the device has no memory for {purpose}. "
             f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
             tier=self.name,
         )
@@ -217,7 +217,7 @@ class GpuTier:
         try:
             self._pool.keep(counts)
         except torch.OutOfMemoryError as error:
-            raise self._no_memory("the buffers of copies") from error
+            raise self._memory_error("the buffers of copies") from error
 
     def has_buffer(self, nbytes: int) -> bool:
         """Return whether a slot can be allocated without dropping kept buffers; see ``BufferTier``."""

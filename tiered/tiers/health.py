@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class FullDrives:
-    """Handler that makes a tier's or store's writes wait while a drive is full. Thread-safe.
+    """Rule for a tier's or store's writes while a drive is full: wait or fail. Thread-safe.
 
     Args:
         on_full: ``pause`` until there is space, or ``error``.
@@ -47,7 +47,7 @@ class FullDrives:
         self._outstanding_bytes = outstanding_bytes
         self._lock = threading.Lock()
         self._full_paths: set[str] = set()
-        self._is_giving_up = threading.Event()
+        self._give_up_event = threading.Event()
 
     @property
     def is_waiting(self) -> bool:
@@ -63,9 +63,9 @@ class FullDrives:
         if cause.errno not in _NO_SPACE or self._on_full != "pause":
             raise cause
         with self._lock:
-            is_news = path not in self._full_paths
+            is_first = path not in self._full_paths
             self._full_paths.add(path)
-        if is_news:
+        if is_first:
             # The failed write may be one file of many. If only this file fitted, the next file would cause another
             # pause.
             need_bytes = max(need_bytes, self._outstanding_bytes(path))
@@ -73,7 +73,7 @@ class FullDrives:
                 f"the drive of '{path}' is full ({os.strerror(cause.errno)}): paused, nothing is lost. Free at least "
                 f"{format_size(need_bytes)} there and the run resumes automatically"
             )
-        if self._is_giving_up.wait(RETRY_S):
+        if self._give_up_event.wait(RETRY_S):
             raise cause
 
     def retry(self, path: str, need_bytes: int, operation: Callable[[], Result]) -> Result:
@@ -99,22 +99,22 @@ class FullDrives:
         if path not in self._full_paths:
             return
         with self._lock:
-            is_news = path in self._full_paths
+            was_full = path in self._full_paths
             self._full_paths.discard(path)
-        if is_news:
+        if was_full:
             self._notice(f"the drive of '{path}' has free space again: the run resumes")
 
     def give_up(self) -> None:
         """Make current and future writes fail instead of waiting for space."""
-        self._is_giving_up.set()
+        self._give_up_event.set()
 
 
 #: Number of bytes between two checks of a path's rate: 32 parts of a large transfer.
 WINDOW_BYTES = 512 * MiB
 #: Number of windows before one can count as slow, and number of consecutive slow windows before a report.
-_NUM_USUAL, _NUM_SLOW = 4, 2
+_MIN_WINDOWS, _NUM_SLOW_WINDOWS = 4, 2
 _SLOW_SHARE = 1 / 3
-_NUM_REMEMBERED = 64
+_MAX_WINDOWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +178,24 @@ class PathMeter:
         self._window_bytes = window_bytes
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._reads, self._writes, self._both = _BusyMeter(), _BusyMeter(), _BusyMeter()
+        self._read_meter, self._write_meter, self._total_meter = _BusyMeter(), _BusyMeter(), _BusyMeter()
         self._window_start = (0, 0.0)  # (bytes, busy seconds) at the start of the window
-        self._usual: deque[float] = deque(maxlen=_NUM_REMEMBERED)
-        self._recent = 0.0
-        self._num_slow = 0
+        self._usual_rates: deque[float] = deque(maxlen=_MAX_WINDOWS)
+        self._recent_rate = 0.0
+        self._num_slow_windows = 0
 
     @contextmanager
-    def moving(self, nbytes: int, *, is_write: bool, on_slow: Callable[[str], None]) -> Iterator[None]:
+    def measure(self, nbytes: int, *, is_write: bool, on_slow: Callable[[str], None]) -> Iterator[None]:
         """Measure the ``with`` block, which moves ``nbytes`` unless it raises an error.
 
         Args:
             on_slow: called with a description of the rates after the second consecutive slow window.
         """
-        direction = self._writes if is_write else self._reads
+        direction_meter = self._write_meter if is_write else self._read_meter
         with self._lock:
             now_s = self._clock_s()
-            for busy in (direction, self._both):
-                busy.start(now_s)
+            for meter in (direction_meter, self._total_meter):
+                meter.start(now_s)
         moved_bytes = 0
         try:
             yield
@@ -203,38 +203,38 @@ class PathMeter:
         finally:
             with self._lock:
                 now_s = self._clock_s()
-                for busy in (direction, self._both):
-                    busy.end(now_s, moved_bytes)
-                news = self._close_window()
-            if news is not None:
-                on_slow(news)
+                for meter in (direction_meter, self._total_meter):
+                    meter.end(now_s, moved_bytes)
+                report = self._close_window()
+            if report is not None:
+                on_slow(report)
 
     def _close_window(self) -> str | None:
         """End the window if it is full. Return a description of the rates if the path has slowed down."""
         start_bytes, start_s = self._window_start
-        nbytes, busy_s = self._both.nbytes - start_bytes, self._both.busy_s - start_s
+        nbytes, busy_s = self._total_meter.nbytes - start_bytes, self._total_meter.busy_s - start_s
         if nbytes < self._window_bytes or busy_s <= 0:
             return None
-        self._window_start = (self._both.nbytes, self._both.busy_s)
-        self._recent = nbytes / busy_s
-        if len(self._usual) < _NUM_USUAL or self._recent >= _SLOW_SHARE * statistics.median(self._usual):
-            self._usual.append(self._recent)
-            self._num_slow = 0
+        self._window_start = (self._total_meter.nbytes, self._total_meter.busy_s)
+        rate = self._recent_rate = nbytes / busy_s
+        if len(self._usual_rates) < _MIN_WINDOWS or rate >= _SLOW_SHARE * statistics.median(self._usual_rates):
+            self._usual_rates.append(rate)
+            self._num_slow_windows = 0
             return None
-        self._num_slow += 1
-        if self._num_slow != _NUM_SLOW:
+        self._num_slow_windows += 1
+        if self._num_slow_windows != _NUM_SLOW_WINDOWS:
             return None
-        usual = format_size(round(statistics.median(self._usual)))
-        return f"{format_size(round(self._recent))}/s over the last {format_size(nbytes)}, usually {usual}/s"
+        usual_rate = format_size(round(statistics.median(self._usual_rates)))
+        return f"{format_size(round(rate))}/s over the last {format_size(nbytes)}, usually {usual_rate}/s"
 
     def rates(self) -> PathRates:
         """Return the path's current rates."""
         with self._lock:
             return PathRates(
-                self._reads.bytes_per_s,
-                self._writes.bytes_per_s,
-                self._recent,
-                statistics.median(self._usual) if self._usual else 0.0,
+                self._read_meter.bytes_per_s,
+                self._write_meter.bytes_per_s,
+                self._recent_rate,
+                statistics.median(self._usual_rates) if self._usual_rates else 0.0,
             )
 
 
@@ -280,11 +280,11 @@ class WearCounter:
         self._path = directory / WEAR_NAME
         self.limit_bytes = limit_bytes
         self._ahead_bytes = ahead_bytes
-        self.written_bytes = self._on_disk_bytes = self._read()
+        self.written_bytes = self._saved_bytes = self._read()
 
     def _read(self) -> int:
         try:
-            written = json.loads(self._path.read_bytes())["written_bytes"]
+            count = json.loads(self._path.read_bytes())["written_bytes"]
         except FileNotFoundError:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -292,9 +292,9 @@ class WearCounter:
                 f"'{self._path}' cannot be read ({error}): it counts the bytes written to this drive. "
                 "Repair it, or delete it to count from zero"
             ) from error
-        if not isinstance(written, int) or written < 0:
-            raise TieredError(f"'{self._path}' counts {written!r} bytes. Repair it, or delete it to count from zero")
-        return written
+        if not isinstance(count, int) or count < 0:
+            raise TieredError(f"'{self._path}' counts {count!r} bytes. Repair it, or delete it to count from zero")
+        return count
 
     def check(self, nbytes: int) -> None:
         """Raise ``WearLimitError`` if writing ``nbytes`` would exceed the limit."""
@@ -303,14 +303,14 @@ class WearCounter:
 
     def add(self, nbytes: int) -> None:
         """Count bytes before they are written. If the drive returns an ``OSError``, no bytes are counted."""
-        needed_bytes = self.written_bytes + nbytes
-        if needed_bytes > self._on_disk_bytes:
-            self._save(needed_bytes + self._ahead_bytes)
-        self.written_bytes = needed_bytes
+        written_bytes = self.written_bytes + nbytes
+        if written_bytes > self._saved_bytes:
+            self._save(written_bytes + self._ahead_bytes)
+        self.written_bytes = written_bytes
 
     def close(self) -> None:
         """Write the exact count to the file. If this fails, the count stays too high. Idempotent."""
-        if self._on_disk_bytes != self.written_bytes:
+        if self._saved_bytes != self.written_bytes:
             try:
                 self._save(self.written_bytes)
             except OSError:
@@ -318,7 +318,7 @@ class WearCounter:
 
     def _save(self, written_bytes: int) -> None:
         write_json(self._path, {"format": 1, "written_bytes": written_bytes}, durable=True)
-        self._on_disk_bytes = written_bytes
+        self._saved_bytes = written_bytes
 
 
 def count_writes(counters: Sequence[WearCounter], nbytes_by_path: Mapping[int, int]) -> None:

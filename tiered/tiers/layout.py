@@ -113,26 +113,26 @@ def _array_document(
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the document for a group, with ``attributes`` stored under ``attributes.megatrain``."""
-    own = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
-    return {"zarr_format": 3, "node_type": "group", "attributes": own}
+    own_fields = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
+    return {"zarr_format": 3, "node_type": "group", "attributes": own_fields}
 
 
 def own_attributes(document: object) -> dict[str, Any] | None:
     """Return the ``attributes.megatrain`` of a document, or None if no tier wrote the document."""
     if not isinstance(document, dict) or not isinstance(document.get("attributes"), dict):
         return None
-    own = document["attributes"].get(ATTRIBUTES_KEY)
-    return own if isinstance(own, dict) else None
+    attributes = document["attributes"].get(ATTRIBUTES_KEY)
+    return attributes if isinstance(attributes, dict) else None
 
 
 def document_chunk_bytes(document: object) -> int | None:
     """Return the chunk file size in an ``array_document``. Return None for other or damaged documents."""
-    own = own_attributes(document)
-    if own is None or not isinstance(document, dict):
+    attributes = own_attributes(document)
+    if attributes is None or not isinstance(document, dict):
         return None
     try:
         num_elements = int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
-        nbytes = num_elements * dtype_from_name(own["logical_dtype"]).itemsize
+        nbytes = num_elements * dtype_from_name(attributes["logical_dtype"]).itemsize
     except (LookupError, TypeError, ValueError):
         return None
     return nbytes if nbytes > 0 and nbytes % PAGE_BYTES == 0 else None
@@ -161,9 +161,9 @@ class ArrayKeys:
             raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
         if key in self._keys:
             raise ValueError(f"tier '{self._tier}' already has a slot for '{key}'")
-        inside = next((group for group in _parent_groups(key) if group in self._keys), None)
-        if inside is not None or self._groups[key]:
-            raise ValueError(f"'{key}': a block cannot be inside another block ('{inside or key + '/...'}')")
+        parent = next((group for group in _parent_groups(key) if group in self._keys), None)
+        if parent is not None or self._groups[key]:
+            raise ValueError(f"'{key}': a block cannot be inside another block ('{parent or key + '/...'}')")
 
     def add(self, key: str) -> None:
         self._keys.add(key)
@@ -227,15 +227,15 @@ def files_of(slot: Slot) -> HomeFiles:
 def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tuple[Path, int, int, int]]:
     """Split bytes ``start`` to ``stop`` of a block by file. Yield (path, file start, file stop, block start)."""
     for file in files:
-        first, last = max(start, file.offset), min(stop, file.offset + file.nbytes)
-        if first < last:
-            yield file.path, first - file.offset, last - file.offset, first
+        begin, end = max(start, file.offset), min(stop, file.offset + file.nbytes)
+        if begin < end:
+            yield file.path, begin - file.offset, end - file.offset, begin
 
 
 def place_text(files: Sequence[ChunkFile], start: int, stop: int) -> str:
     """Describe the files and byte ranges that hold bytes ``start`` to ``stop`` of a block, for a message."""
     parts = parts_of(files, start, stop)
-    return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
+    return ", ".join(f"'{os.path.realpath(path)}' bytes {begin} to {end}" for path, begin, end, _ in parts)
 
 
 def allocation_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:

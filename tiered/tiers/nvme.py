@@ -82,10 +82,10 @@ class NvmeTier:
     ) -> None:
         if not paths:
             raise ValueError(f"tier '{name}' needs one or more different paths, got none")
-        for number, first, clash in folder_clashes(paths):
+        for index, other_index, relation in folder_clashes(paths):
             raise ValueError(
-                f"tier '{name}' needs different paths: '{paths[number]}' {clash} '{paths[first]}'. Use a separate "
-                "folder for each drive"
+                f"tier '{name}' needs different paths: '{paths[index]}' {relation} '{paths[other_index]}'. Use a "
+                "separate folder for each drive"
             )
         if chunk_bytes is not None and (chunk_bytes <= 0 or chunk_bytes % PAGE_BYTES):
             raise ValueError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, got {chunk_bytes}")
@@ -104,9 +104,9 @@ class NvmeTier:
         self.verify: Verify = verify
         self.full = FullDrives(on_full, self.notice, self._outstanding_bytes)
         self._on_notice = on_notice or logging.getLogger(__name__).warning
-        self._noticed: set[str] = set()
+        self._notice_keys: set[str] = set()
         self._ledger = Ledger(name, capacity_bytes)
-        self._noticing = threading.Lock()
+        self._notice_lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
         self._keys = ArrayKeys(name)
         self._written_bytes = [0] * len(paths)
@@ -128,12 +128,12 @@ class NvmeTier:
         """Current method of file I/O: ``posix-direct`` or ``posix-buffered``."""
         return "posix-direct" if self._is_direct else "posix-buffered"
 
-    def notice(self, text: str, *, once: str | None = None) -> None:
-        """Report a sentence to the user, unless one with the same ``once`` was reported before. Thread-safe."""
-        with self._noticing:
-            if once is not None and once in self._noticed:
+    def notice(self, text: str, *, key: str | None = None) -> None:
+        """Report a sentence to the user, unless one with the same ``key`` was reported before. Thread-safe."""
+        with self._notice_lock:
+            if key is not None and key in self._notice_keys:
                 return
-            self._noticed.add(once or "")
+            self._notice_keys.add(key or "")
         self._on_notice(text)
 
     # -- slots -------------------------------------------------------------------------------------------------
@@ -153,8 +153,10 @@ class NvmeTier:
         plan = plan_chunks(nbytes, self._rates, self._chunk_bytes)
         folders = [directory.live / name / "c" for directory in self.directories]
         files = tuple(
-            ChunkFile(folders[index] / str(number), number * plan.chunk_bytes, plan.chunk_bytes, index)
-            for number, index in enumerate(plan.path_of_chunk)
+            ChunkFile(
+                folders[path_index] / str(chunk_index), chunk_index * plan.chunk_bytes, plan.chunk_bytes, path_index
+            )
+            for chunk_index, path_index in enumerate(plan.path_indices)
         )
         slot = Slot(self.name, nbytes, plan.slot_bytes, HomeFiles(name, plan.chunk_bytes, files))
         with self._lock:
@@ -235,7 +237,7 @@ class NvmeTier:
         """Stop using O_DIRECT, because a file system does not support it."""
         self._is_direct = False
         text = f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not support O_DIRECT, so files use "
-        self.notice(text + "the kernel's cache, which is slower and takes memory", once="buffered")
+        self.notice(text + "the kernel's cache, which is slower and takes memory", key="buffered")
 
     @property
     def is_direct(self) -> bool:
@@ -282,14 +284,14 @@ class NvmeTier:
         index = self.paths.index(path)
         with self._lock:
             homes = [files_of(slot) for slot in self._slots.values()]
-            here_bytes = sum(file.nbytes for home in homes for file in home.files if file.path_index == index)
-            all_bytes, reserved_bytes = self._ledger.slot_bytes, self._ledger.reserved_bytes
-            if not all_bytes or not reserved_bytes:
+            path_bytes = sum(file.nbytes for home in homes for file in home.files if file.path_index == index)
+            slot_bytes, reserved_bytes = self._ledger.slot_bytes, self._ledger.reserved_bytes
+            if not slot_bytes or not reserved_bytes:
                 return 0
-            needed_bytes = here_bytes + reserved_bytes * here_bytes // all_bytes
-            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # One more, because a removal may be in progress.
+            needed_bytes = path_bytes + reserved_bytes * path_bytes // slot_bytes
+            num_snapshots = -(-reserved_bytes // slot_bytes) + 1  # One more, because a removal may be in progress.
             needed_bytes += num_snapshots * (len(homes) * _DOCUMENT_BYTES + _NOTES_BYTES)
-            return needed_bytes - self.directories[index].held_bytes()
+            return needed_bytes - self.directories[index].disk_bytes()
 
     def _flush(self, path: Path) -> None:
         try:

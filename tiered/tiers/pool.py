@@ -16,8 +16,7 @@ class SlabPool(Generic[Buffer]):
     """Pool of exact-size buffers, which keeps freed buffers for the next request of the same size. Thread-safe.
 
     ``used + pooled <= capacity`` always holds. A buffer is dropped *before* its replacement is allocated, so memory
-    usage never exceeds the capacity. There is no arena and therefore no fragmentation: any request that fits the free
-    bytes succeeds.
+    usage never exceeds the capacity. There is no arena, so no fragmentation: requests that fit the free bytes succeed.
 
     Args:
         ledger: ledger of the tier. The pool charges slots and reservations to it.
@@ -44,9 +43,9 @@ class SlabPool(Generic[Buffer]):
         self._drop = drop
         self._is_idle = is_idle
         self._lock = threading.RLock()  # Reentrant, because ``make`` may read ``free_bytes``.
-        self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
-        self._num_made = Counter[int]()  # number of existing buffers, by size
-        self._requested: Mapping[int, int] = {}
+        self._pooled_buffers: dict[int, list[Buffer]] = {}  # by size, oldest first
+        self._num_buffers = Counter[int]()  # number of existing buffers, by size
+        self._kept_counts: Mapping[int, int] = {}
         self._is_closed = False
 
     def keep(self, counts: Mapping[int, int]) -> None:
@@ -59,9 +58,9 @@ class SlabPool(Generic[Buffer]):
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
-            self._requested = dict(counts)
+            self._kept_counts = dict(counts)
             for nbytes, count in counts.items():
-                while self._num_made[nbytes] < count and self._available_bytes() >= nbytes:
+                while self._num_buffers[nbytes] < count and self._available_bytes() >= nbytes:
                     self._drop_pooled(nbytes)
                     self.pooled_bytes += nbytes  # Count the buffer before allocating it, as ``take`` does.
                     try:
@@ -69,8 +68,8 @@ class SlabPool(Generic[Buffer]):
                     except BaseException:
                         self.pooled_bytes -= nbytes
                         raise
-                    self._pooled.setdefault(nbytes, []).append(buffer)
-                    self._num_made[nbytes] += 1
+                    self._pooled_buffers.setdefault(nbytes, []).append(buffer)
+                    self._num_buffers[nbytes] += 1
 
     def has(self, nbytes: int) -> bool:
         """Return whether ``take(nbytes)`` would return a buffer without dropping a kept buffer.
@@ -79,10 +78,10 @@ class SlabPool(Generic[Buffer]):
         two sizes would endlessly take space from each other.
         """
         with self._lock:
-            if self._pooled.get(nbytes):
+            if self._pooled_buffers.get(nbytes):
                 return True
-            if self._requested.get(nbytes, 0) or not self._requested:
-                has_all = bool(self._requested) and self._num_made[nbytes] >= self._requested[nbytes]
+            if self._kept_counts.get(nbytes, 0) or not self._kept_counts:
+                has_all = bool(self._kept_counts) and self._num_buffers[nbytes] >= self._kept_counts[nbytes]
                 return not has_all and self._available_bytes() >= nbytes
             return self.free_bytes >= nbytes
 
@@ -93,20 +92,20 @@ class SlabPool(Generic[Buffer]):
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
-            same_size = self._pooled.get(nbytes)
-            position = self._next_position(same_size) if same_size else 0  # Call before charging: it can raise.
+            buffers = self._pooled_buffers.get(nbytes)
+            position = self._find_position(buffers) if buffers else 0  # Call before charging: it can raise.
             if not self._ledger.take(nbytes):  # Charge under the lock, so that no other caller takes the space.
                 return None
-            if same_size:
+            if buffers:
                 self.pooled_bytes -= nbytes
-                return same_size.pop(position)
+                return buffers.pop(position)
             self._drop_pooled()
-            self._num_made[nbytes] += 1
+            self._num_buffers[nbytes] += 1
         try:
             return self._make(nbytes)
         except BaseException:
             with self._lock:
-                self._num_made[nbytes] -= 1
+                self._num_buffers[nbytes] -= 1
                 self._ledger.give(nbytes)
             raise
 
@@ -115,10 +114,10 @@ class SlabPool(Generic[Buffer]):
         with self._lock:
             self._ledger.give(nbytes)
             if self._is_closed:
-                self._num_made[nbytes] -= 1
+                self._num_buffers[nbytes] -= 1
                 self._drop(buffer)
                 return
-            self._pooled.setdefault(nbytes, []).append(buffer)
+            self._pooled_buffers.setdefault(nbytes, []).append(buffer)
             self.pooled_bytes += nbytes
 
     def reserve(self, nbytes: int) -> None:
@@ -135,12 +134,12 @@ class SlabPool(Generic[Buffer]):
         """Drop all pooled buffers. Buffers in use are dropped when they are returned. Idempotent."""
         with self._lock:
             self._is_closed = True
-            self._drop_pooled(everything=True)
+            self._drop_pooled(drop_all=True)
 
-    def _next_position(self, same_size: list[Buffer]) -> int:
+    def _find_position(self, buffers: list[Buffer]) -> int:
         if self._is_idle is None:
             return -1
-        return next((n for n, buffer in enumerate(same_size) if self._is_idle(buffer)), 0)
+        return next((position for position, buffer in enumerate(buffers) if self._is_idle(buffer)), 0)
 
     @property
     def free_bytes(self) -> int:
@@ -150,20 +149,21 @@ class SlabPool(Generic[Buffer]):
 
     def _num_surplus(self, nbytes: int) -> int:
         """Return the number of pooled buffers of a size that exceed the request of ``keep``."""
-        return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._requested.get(nbytes, 0)))
+        num_surplus = max(0, self._num_buffers[nbytes] - self._kept_counts.get(nbytes, 0))
+        return min(len(self._pooled_buffers[nbytes]), num_surplus)
 
     def _available_bytes(self) -> int:
-        return self.free_bytes + sum(nbytes * self._num_surplus(nbytes) for nbytes in self._pooled)
+        return self.free_bytes + sum(nbytes * self._num_surplus(nbytes) for nbytes in self._pooled_buffers)
 
-    def _drop_pooled(self, need_bytes: int = 0, *, everything: bool = False) -> None:
+    def _drop_pooled(self, need_bytes: int = 0, *, drop_all: bool = False) -> None:
         """Drop pooled buffers until ``need_bytes`` are free: surplus before kept, then large before small, then old."""
-        for drops_kept in (False, True):
-            for nbytes in sorted(self._pooled, reverse=True):
-                num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_surplus(nbytes)
-                while num_to_drop and (everything or self.free_bytes < need_bytes):
-                    self._drop(self._pooled[nbytes].pop(0))
-                    self._num_made[nbytes] -= 1
+        for include_kept in (False, True):
+            for nbytes in sorted(self._pooled_buffers, reverse=True):
+                num_drops = len(self._pooled_buffers[nbytes]) if include_kept else self._num_surplus(nbytes)
+                while num_drops and (drop_all or self.free_bytes < need_bytes):
+                    self._drop(self._pooled_buffers[nbytes].pop(0))
+                    self._num_buffers[nbytes] -= 1
                     self.pooled_bytes -= nbytes
-                    num_to_drop -= 1
-                if not self._pooled[nbytes]:
-                    del self._pooled[nbytes]
+                    num_drops -= 1
+                if not self._pooled_buffers[nbytes]:
+                    del self._pooled_buffers[nbytes]

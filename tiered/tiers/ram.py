@@ -86,13 +86,13 @@ def _move_pages(source: int, target: int, nbytes: int) -> bool:
 @functools.cache
 def _pages_can_move() -> bool:
     """Return whether this kernel can move pages. Tests this on a scratch page."""
-    with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as trial:
-        trial[0] = 7
-        first = ctypes.addressof(ctypes.c_char.from_buffer(trial))
-        return _move_pages(first, first + PAGE_BYTES, PAGE_BYTES) and (trial[0], trial[PAGE_BYTES]) == (0, 7)
+    with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        mapping[0] = 7
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        return _move_pages(address, address + PAGE_BYTES, PAGE_BYTES) and (mapping[0], mapping[PAGE_BYTES]) == (0, 7)
 
 
-def _address_of(array: np.ndarray[Any, Any]) -> int:
+def _array_address(array: np.ndarray[Any, Any]) -> int:
     """Return the address of an array. This is ten times faster than ``array.ctypes``."""
     return int(array.__array_interface__["data"][0])
 
@@ -112,8 +112,8 @@ def _reserve_addresses_in_child() -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
     for mapping in list(_mappings):
         if not mapping.closed:
-            whole = np.frombuffer(mapping, dtype=np.uint8)
-            _libc().mmap(_address_of(whole), whole.nbytes, _PROT_NONE, flags, -1, 0)
+            array = np.frombuffer(mapping, dtype=np.uint8)
+            _libc().mmap(_array_address(array), array.nbytes, _PROT_NONE, flags, -1, 0)
 
 
 os.register_at_fork(after_in_child=_reserve_addresses_in_child)
@@ -121,8 +121,8 @@ os.register_at_fork(after_in_child=_reserve_addresses_in_child)
 
 def _managed_ram_kb() -> int:
     """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with only part of it."""
-    found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def _has_ram_grown(old_kb: int) -> bool:
@@ -134,13 +134,13 @@ def _has_ram_grown(old_kb: int) -> bool:
 
 
 @functools.cache
-def _node_of_gpu(device: int) -> int | None:
+def _gpu_node(device: int) -> int | None:
     """Return the NUMA node of a CUDA device, or None if only one node has memory or the node is unknown."""
     try:
         if _NODES_WITH_MEMORY.read_text(encoding="ascii").strip().isdigit():
             return None
-        seen: Any = torch.cuda.get_device_properties(device)
-        address = f"{seen.pci_domain_id:04x}:{seen.pci_bus_id:02x}:{seen.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(device)
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         node = int(Path(_PCI_DEVICES, address, "numa_node").read_text(encoding="ascii"))
     except (OSError, AttributeError):
         return None
@@ -149,13 +149,13 @@ def _node_of_gpu(device: int) -> int | None:
 
 def _prefer_node(address: int, nbytes: int, node: int) -> None:
     """Prefer a NUMA node for pages that are touched later. Failures are ignored, because this is only a hint."""
-    number = _MBIND.get(platform.machine())
-    if number is not None:
+    call_number = _MBIND.get(platform.machine())
+    if call_number is not None:
         mask = (ctypes.c_ulong * (node // 64 + 1))()
         mask[node // 64] = 1 << node % 64
         num_bits = 64 * len(mask) + 1  # The kernel reads one bit less.
-        words = (ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask)
-        _libc().syscall(ctypes.c_long(number), *words, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
+        arguments = (ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask)
+        _libc().syscall(ctypes.c_long(call_number), *arguments, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
 
 
 class SparePages:
@@ -172,25 +172,25 @@ class SparePages:
 
     def __init__(self, max_bytes: int) -> None:
         self.moved_bytes = 0
-        self._unit = _HUGE_PAGE_BYTES * max(1, -(-max_bytes // (_MAX_UNITS * _HUGE_PAGE_BYTES)))
+        self._unit_bytes = _HUGE_PAGE_BYTES * max(1, -(-max_bytes // (_MAX_UNITS * _HUGE_PAGE_BYTES)))
         self._units: list[tuple[mmap.mmap, int]] = []  # (mapping, address); a mapping is freed with its last unit
         self._lock = threading.Lock()
         self._is_closed = not _pages_can_move()
-        self._process = os.getpid()
+        self._pid = os.getpid()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the kept pages."""
-        return len(self._units) * self._unit
+        return len(self._units) * self._unit_bytes
 
     def keep(self, mapping: mmap.mmap, address: int, nbytes: int) -> bool:
         """Keep the pages and the mapping of an unused range. Return False if none were kept."""
         with self._lock:
-            end = nbytes // self._unit * self._unit
-            if self._is_closed or not end or os.getpid() != self._process:
+            end = nbytes // self._unit_bytes * self._unit_bytes
+            if self._is_closed or not end or os.getpid() != self._pid:
                 return False
             _advise(address + end, nbytes - end, _MADV_DONTNEED)
-            self._units += [(mapping, address + start) for start in reversed(range(0, end, self._unit))]
+            self._units += [(mapping, address + start) for start in reversed(range(0, end, self._unit_bytes))]
         return True
 
     def fill(self, address: int, nbytes: int) -> bool:
@@ -199,26 +199,26 @@ class SparePages:
         After a refusal, the range has no pages and may have an unmapped hole. No more pages are moved from then on.
         """
         with self._lock:
-            if self._is_closed or os.getpid() != self._process:
+            if self._is_closed or os.getpid() != self._pid:
                 return True
-            for target in range(address, address + nbytes - self._unit + 1, self._unit):
+            for target in range(address, address + nbytes - self._unit_bytes + 1, self._unit_bytes):
                 if not self._units:
                     break
                 _mapping, source = self._units.pop()  # This reference keeps the mapping alive during the move.
-                if not _move_pages(source, target, self._unit):
+                if not _move_pages(source, target, self._unit_bytes):
                     self._is_closed = True
                     _advise(address, target - address, _MADV_DONTNEED)  # Free the pages that were already moved.
                     return False
-                self.moved_bytes += self._unit
+                self.moved_bytes += self._unit_bytes
         return True
 
     def trim(self, max_bytes: int, *, next_bytes: int = 0) -> None:
         """Return pages to the system until at most ``max_bytes`` are kept, plus ``next_bytes`` for a new range."""
-        max_bytes = max(0, max_bytes) + next_bytes // self._unit * self._unit
+        max_bytes = max(0, max_bytes) + next_bytes // self._unit_bytes * self._unit_bytes
         with self._lock:
             while self.nbytes > max_bytes:
                 _mapping, address = self._units.pop(0)
-                _advise(address, self._unit, _MADV_DONTNEED)
+                _advise(address, self._unit_bytes, _MADV_DONTNEED)
 
     def close(self) -> None:
         """Return all pages to the system, and keep no more pages. Idempotent."""
@@ -248,17 +248,17 @@ class HostSlab:
         OSError: the machine lacks memory (ENOMEM).
     """
 
-    def __init__(self, nbytes: int, *, pin: bool = False, spare: SparePages | None = None) -> None:
-        self._spare = None if pin else spare
+    def __init__(self, nbytes: int, *, pin: bool = False, spare_pages: SparePages | None = None) -> None:
+        self._spare_pages = None if pin else spare_pages
         self.nbytes = round_up(nbytes, PAGE_BYTES)
         self.is_pinned = False
         self.has_huge_pages = False
         self.populate_s = self.pin_s = 0.0
         self._is_refused = False
-        self._map: mmap.mmap | None = None
+        self._mapping: mmap.mmap | None = None
         self._array: Any = np.empty(0, dtype=np.uint8)
         if self.nbytes:
-            self._map_memory(_node_of_gpu(torch.cuda.current_device()) if pin and torch.cuda.is_available() else None)
+            self._map_memory(_gpu_node(torch.cuda.current_device()) if pin and torch.cuda.is_available() else None)
             if pin:
                 start_s = time.perf_counter()
                 self.is_pinned = _register(self.address, self.nbytes)
@@ -270,26 +270,26 @@ class HostSlab:
         self._tensor: torch.Tensor | None = torch.from_numpy(self._array)
 
     def _map_memory(self, node: int | None) -> None:
-        wants_huge = self.nbytes >= _HUGE_PAGE_BYTES
+        use_huge_pages = self.nbytes >= _HUGE_PAGE_BYTES
         # The extra 2 MiB for the alignment are never touched, so they only take address space.
-        extra = _HUGE_PAGE_BYTES if wants_huge else 0
-        self._map = mmap.mmap(-1, self.nbytes + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _mappings.add(self._map)
-        whole = np.frombuffer(self._map, dtype=np.uint8)
-        address = _address_of(whole)
-        _advise(address, whole.nbytes, _MADV_DONTFORK)
-        skip = -address % _HUGE_PAGE_BYTES if wants_huge else 0
+        padding_bytes = _HUGE_PAGE_BYTES if use_huge_pages else 0
+        self._mapping = mmap.mmap(-1, self.nbytes + padding_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _mappings.add(self._mapping)
+        array = np.frombuffer(self._mapping, dtype=np.uint8)
+        address = _array_address(array)
+        _advise(address, array.nbytes, _MADV_DONTFORK)
+        offset = -address % _HUGE_PAGE_BYTES if use_huge_pages else 0
         # Use numpy instead of torch.frombuffer, because a numpy array and its tensors keep the mapping alive.
-        self._array = whole[skip : skip + self.nbytes]
-        if wants_huge:
+        self._array = array[offset : offset + self.nbytes]
+        if use_huge_pages:
             # Advise only the used range, because a huge page across its end would take more memory than the ledger
             # counts.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
         if node is not None:
             _prefer_node(self.address, self.nbytes, node)
         start_s = time.perf_counter()
-        if self._spare is not None and wants_huge and not self._spare.fill(self.address, self.nbytes):
-            _mappings_with_holes.append(self._map)
+        if self._spare_pages is not None and use_huge_pages and not self._spare_pages.fill(self.address, self.nbytes):
+            _mappings_with_holes.append(self._mapping)
             raise OSError(errno.ENOMEM, "pages of a closed slab could not be moved")
         self._populate()
         self.populate_s = time.perf_counter() - start_s
@@ -308,7 +308,7 @@ class HostSlab:
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
-        before: int | None = None  # Read only after a refusal, because reading takes as long as making a small slab.
+        old_kb: int | None = None  # Read only after a refusal, because reading takes as long as making a small slab.
         while not self._is_refused:
             error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
             if error == errno.EINVAL:
@@ -316,15 +316,15 @@ class HostSlab:
                 return 0
             if error != errno.ENOMEM:
                 return error
-            if before is not None:
-                self._is_refused |= not _has_ram_grown(before)
-            before = _managed_ram_kb()
+            if old_kb is not None:
+                self._is_refused |= not _has_ram_grown(old_kb)
+            old_kb = _managed_ram_kb()
         return errno.ENOMEM
 
     @property
     def address(self) -> int:
         """Address of the first byte."""
-        return _address_of(self._array)
+        return _array_address(self._array)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -347,10 +347,10 @@ class HostSlab:
         address, array = self.address, weakref.ref(self._array)
         self._tensor = None
         self._array = np.empty(0, dtype=np.uint8)
-        mapping, self._map = self._map, None
+        mapping, self._mapping = self._mapping, None
         if mapping is not None:
             is_free = array() is None  # All tensors and views of the slab hold a reference to this array.
-            if is_free and self._spare is not None and self._spare.keep(mapping, address, self.nbytes):
+            if is_free and self._spare_pages is not None and self._spare_pages.keep(mapping, address, self.nbytes):
                 return
             try:
                 mapping.close()
@@ -365,8 +365,8 @@ def _cudart() -> Any:
 def _register(address: int, nbytes: int) -> bool:
     if not torch.cuda.is_available():
         return False
-    portable = 1  # flag: pinned for all CUDA contexts
-    return _succeeded(_cudart().cudaHostRegister(address, nbytes, portable))
+    flags = 1  # flag: pinned for all CUDA contexts
+    return _succeeded(_cudart().cudaHostRegister(address, nbytes, flags))
 
 
 def _unregister(address: int) -> None:
@@ -414,23 +414,23 @@ class RamTier:
         self.made_bytes = 0
         self.populate_s = self.pin_s = 0.0
         self._pin_memory = pin_memory
-        self._counting = threading.Lock()
+        self._stats_lock = threading.Lock()
         self._ledger = Ledger(name, capacity_bytes)
-        self._spare = SparePages(self._ledger.capacity_bytes)
+        self._spare_pages = SparePages(self._ledger.capacity_bytes)
         self._pool: SlabPool[HostSlab] = SlabPool(self._ledger, self._make, self._drop)
 
     def _make(self, nbytes: int) -> HostSlab:
         pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
         # The ledger already includes the new slab.
-        self._spare.trim(self._pool.free_bytes, next_bytes=0 if pin else nbytes)
+        self._spare_pages.trim(self._pool.free_bytes, next_bytes=0 if pin else nbytes)
         try:
-            slab = HostSlab(nbytes, pin=pin, spare=self._spare)
+            slab = HostSlab(nbytes, pin=pin, spare_pages=self._spare_pages)
         except OSError:
-            if not self._spare.nbytes:
+            if not self._spare_pages.nbytes:
                 raise
-            self._spare.trim(0)  # Spare pages also take address space, which may be scarce.
-            slab = HostSlab(nbytes, pin=pin, spare=self._spare)
-        with self._counting:
+            self._spare_pages.trim(0)  # Spare pages also take address space, which may be scarce.
+            slab = HostSlab(nbytes, pin=pin, spare_pages=self._spare_pages)
+        with self._stats_lock:
             self.num_unpinned_slabs += pin and not slab.is_pinned
             self.huge_page_bytes += slab.nbytes if slab.has_huge_pages else 0
             self.made_bytes += slab.nbytes
@@ -439,7 +439,7 @@ class RamTier:
         return slab
 
     def _drop(self, slab: HostSlab) -> None:
-        with self._counting:
+        with self._stats_lock:
             self.num_drops += 1
             self.huge_page_bytes -= slab.nbytes if slab.has_huge_pages else 0
         slab.close()
@@ -460,7 +460,7 @@ class RamTier:
         try:
             slab = self._pool.take(slot_bytes)
         except OSError as error:
-            raise self._no_memory(f"{format_size(slot_bytes)} of block '{name}'", error) from error
+            raise self._memory_error(f"{format_size(slot_bytes)} of block '{name}'", error) from error
         if slab is None:
             return None
         # The padding goes to disk with the contents, so clear the bytes of earlier blocks. Use a memoryview, because
@@ -475,9 +475,9 @@ class RamTier:
             self._pool.give(slot.slot_bytes, slot.resource)
         slot.resource = None  # A second free or a later use then fails an assertion.
 
-    def _no_memory(self, what: str, error: OSError) -> TransferError:
+    def _memory_error(self, purpose: str, error: OSError) -> TransferError:
         return TransferError(
-            f"no memory for {what}: {error.strerror}. "
+            f"no memory for {purpose}: {error.strerror}. "
             f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
             tier=self.name,
             errno=error.errno,
@@ -492,7 +492,7 @@ class RamTier:
         try:
             self._pool.keep(counts)
         except OSError as error:
-            raise self._no_memory("the buffers of copies", error) from error
+            raise self._memory_error("the buffers of copies", error) from error
 
     def has_buffer(self, nbytes: int) -> bool:
         """Return whether a slot can be allocated without dropping kept slabs; see ``BufferTier``."""
@@ -506,7 +506,7 @@ class RamTier:
     def reserve(self, nbytes: int) -> None:
         """Charge bytes outside any slot. A negative number returns bytes. Raises ``CapacityError``."""
         self._pool.reserve(nbytes)
-        self._spare.trim(self._pool.free_bytes)
+        self._spare_pages.trim(self._pool.free_bytes)
 
     def sync(self) -> None:
         """Do nothing, because host memory does not survive the process."""
@@ -517,7 +517,7 @@ class RamTier:
 
     def close(self) -> None:
         """Return the memory of all unused slabs to the system."""
-        self._spare.close()
+        self._spare_pages.close()
         self._pool.close()
 
 
@@ -526,10 +526,10 @@ def view_as(buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> t
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    have = buffer.numel()
-    assert nbytes <= have, f"{tuple(shape)} of {dtype} needs {nbytes} bytes, the slot has {have}"
+    buffer_bytes = buffer.numel()
+    assert nbytes <= buffer_bytes, f"{tuple(shape)} of {dtype} needs {nbytes} bytes, the slot has {buffer_bytes}"
     if nbytes == 0:
         return buffer.new_empty(tuple(shape), dtype=dtype)  # torch cannot view an empty tensor as another dtype.
     # Skip operators that would change nothing, because this runs at every lease.
-    flat = (buffer if have == nbytes else buffer[:nbytes]).view(dtype)
+    flat = (buffer if buffer_bytes == nbytes else buffer[:nbytes]).view(dtype)
     return flat if len(shape) == 1 else flat.view(tuple(shape))

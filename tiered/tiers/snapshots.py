@@ -39,7 +39,7 @@ class DurableTier(DescribingTier, Protocol):
     """A tier whose files a commit can hard-link and a load can adopt: ``NvmeTier``, or another with ``Snapshots``.
 
     Attributes:
-        full: handler that waits for space if a drive is full.
+        full: rule for writes while a drive is full.
         snapshots: the tier's files, and the generations that link them.
     """
 
@@ -84,9 +84,9 @@ class Snapshots:
 
     def make_files(self, home: HomeFiles) -> None:
         """Create the files and folders of a new slot. After an ``OSError``, no files are left behind."""
-        first = self._directories[0].live
+        root = self._directories[0].live
         try:
-            make_groups(first, home.key)
+            make_groups(root, home.key)
             for file in home.files:
                 self._create_file(file)
             self._link_to_first_path(home.files, "live", home.key)
@@ -114,8 +114,8 @@ class Snapshots:
 
         Call this after charging the ledger and before creating files, so that the capacity is never exceeded.
         """
-        others = self._ledger.slot_bytes + max(self._ledger.reserved_bytes, self.nbytes)
-        while others + sum(directory.pool_bytes for directory in self._directories) > self._ledger.capacity_bytes:
+        charged_bytes = self._ledger.slot_bytes + max(self._ledger.reserved_bytes, self.nbytes)
+        while charged_bytes + sum(d.pool_bytes for d in self._directories) > self._ledger.capacity_bytes:
             if not max(self._directories, key=TierDirectory.largest_pooled).drop_largest():
                 return
 
@@ -160,16 +160,16 @@ class Snapshots:
             TransferError: a drive returned an error. The call can be repeated.
         """
         home = files_of(slot)
-        first = self._directories[0]
-        root = first.snap / generation
+        array_directory = self._directories[0]
+        root = array_directory.snap / generation
         with self.lock:
             try:
-                write_document(first.snap, group_document())
+                write_document(array_directory.snap, group_document())
                 make_groups(root, home.key)
-                linked = self._in_tree(home, f"snap/{generation}")
-                _link(home.files, linked)
-                self._link_to_first_path(linked, f"snap/{generation}", home.key)
-                shutil.copyfile(first.live / home.key / DOCUMENT_NAME, root / home.key / DOCUMENT_NAME)
+                links = self._map_paths(home, f"snap/{generation}")
+                _link(home.files, links)
+                self._link_to_first_path(links, f"snap/{generation}", home.key)
+                shutil.copyfile(array_directory.live / home.key / DOCUMENT_NAME, root / home.key / DOCUMENT_NAME)
             except OSError as error:
                 with contextlib.suppress(OSError):  # Remove partial links, so that the call can be repeated.
                     for directory in self._directories:
@@ -195,7 +195,7 @@ class Snapshots:
             self.nbytes += nbytes
             self.trim_pools()
 
-    def _in_tree(self, home: HomeFiles, tree: str) -> tuple[ChunkFile, ...]:
+    def _map_paths(self, home: HomeFiles, tree: str) -> tuple[ChunkFile, ...]:
         """Return the files with their paths in another tree, e.g. ``live``."""
         folders = [directory.path / tree / home.key / "c" for directory in self._directories]
         return tuple(replace(file, path=folders[file.path_index] / file.path.name) for file in home.files)
@@ -239,10 +239,10 @@ class Snapshots:
     def drop_kept_files(self) -> bool:
         """Delete all files kept for reuse. Return False if there are none."""
         with self.lock:
-            dropped = [directory.drop_largest() for directory in self._directories]
+            results = [directory.drop_largest() for directory in self._directories]
             while any(directory.drop_largest() for directory in self._directories):
                 pass
-        return any(dropped)
+        return any(results)
 
     # -- adoption ----------------------------------------------------------------------------------------------
 
@@ -267,54 +267,55 @@ class Snapshots:
             GenerationError: the snapshot lacks the block or a part of the block, or the size differs.
             CapacityError: the snapshot's files are larger than the slot and do not fit.
         """
-        own = files_of(slot)
-        source, document = self._read(own.key, slot.nbytes, generation, owner)
+        old_files = files_of(slot)
+        source, document = self._read(old_files.key, slot.nbytes, generation, owner)
         if check is not None:
             check(source)
         live = self._directories[0].live
         with self.lock:
             # Change the slot before the files on disk, so that freeing the slot undoes a partial adoption.
             self._resize(slot, source.nbytes)
-            slot.resource = adopted = HomeFiles(own.key, source.chunk_bytes, self._in_tree(source, "live"))
-            self._detach_files(own)
-            make_groups(live, own.key)
-            _link(source.files, adopted.files)
-            self.nbytes -= adopted.nbytes  # The files are live again, not only in snapshots.
-            self._link_to_first_path(adopted.files, "live", own.key)
-            write_document(live / own.key, document)  # Keeps an existing document.
+            slot.resource = new_files = HomeFiles(old_files.key, source.chunk_bytes, self._map_paths(source, "live"))
+            self._detach_files(old_files)
+            make_groups(live, old_files.key)
+            _link(source.files, new_files.files)
+            self.nbytes -= new_files.nbytes  # The files are live again, not only in snapshots.
+            self._link_to_first_path(new_files.files, "live", old_files.key)
+            write_document(live / old_files.key, document)  # Keeps an existing document.
             self.trim_pools()
 
     def _resize(self, slot: Slot, slot_bytes: int) -> None:
-        more_bytes = slot_bytes - slot.slot_bytes
-        if more_bytes < 0:
-            self._ledger.give(-more_bytes)
-        elif not self._ledger.take(more_bytes):
+        extra_bytes = slot_bytes - slot.slot_bytes
+        if extra_bytes < 0:
+            self._ledger.give(-extra_bytes)
+        elif not self._ledger.take(extra_bytes):
             free_bytes = self._ledger.usage().free_bytes
-            raise CapacityError(self._tier, more_bytes, free_bytes, detail=f"for '{files_of(slot).key}'")
+            raise CapacityError(self._tier, extra_bytes, free_bytes, detail=f"for '{files_of(slot).key}'")
         slot.slot_bytes = slot_bytes
 
     def _read(
         self, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
     ) -> tuple[HomeFiles, dict[str, Any]]:
         """Return a block's files and zarr document from a snapshot. Raises ``GenerationError`` if files are missing."""
-        roots = {index: directory.snap / generation for index, directory in enumerate(self._directories)}
+        roots = {path_index: directory.snap / generation for path_index, directory in enumerate(self._directories)}
         if owner is not None:
-            roots = {index: root for index, root in roots.items() if owner.owns(root)}
-        folders = {index: root / key for index, root in roots.items()}
+            roots = {path_index: root for path_index, root in roots.items() if owner.owns(root)}
+        folders = {path_index: root / key for path_index, root in roots.items()}
         documents = [read_document(folder) for folder in folders.values()]
         document, chunk_bytes = next(((d, size) for d in documents if (size := document_chunk_bytes(d))), (None, None))
         if document is None or chunk_bytes is None:
             paths = ", ".join(str(directory.path) for directory in self._directories)
             raise GenerationError(f"generation {generation} has no block '{key}' in {paths}")
         files = []
-        for number, offset in enumerate(range(0, nbytes, chunk_bytes)):
-            index = next((i for i, f in folders.items() if _is_chunk(f / "c" / str(number), chunk_bytes)), None)
-            if index is None:
+        for chunk_index, offset in enumerate(range(0, nbytes, chunk_bytes)):
+            name = f"c/{chunk_index}"
+            path_index = next((i for i, folder in folders.items() if _is_chunk(folder / name, chunk_bytes)), None)
+            if path_index is None:
                 raise GenerationError(
-                    f"generation {generation} lacks a part of block '{key}': no file 'c/{number}' of {chunk_bytes} "
+                    f"generation {generation} lacks a part of block '{key}': no file '{name}' of {chunk_bytes} "
                     f"bytes in {', '.join(map(str, folders.values()))}. Name the same paths as the run that wrote it"
                 )
-            files.append(ChunkFile(folders[index] / "c" / str(number), offset, chunk_bytes, index))
+            files.append(ChunkFile(folders[path_index] / name, offset, chunk_bytes, path_index))
         if any(os.path.lexists(folder / "c" / str(len(files))) for folder in folders.values()):
             raise GenerationError(
                 f"block '{key}' of generation {generation} is larger than the requested {nbytes} bytes"

@@ -18,19 +18,19 @@ _MAX_PARTS_OF_SMALL_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Files of a slot: ``len(path_of_chunk)`` files of ``chunk_bytes`` each, ordered like the contents.
+    """Files of a slot: ``len(path_indices)`` files of ``chunk_bytes`` each, ordered like the contents.
 
     Attributes:
         chunk_bytes: size of every file (the last file is padded), a positive multiple of 4096.
-        path_of_chunk: index of the path of each file.
+        path_indices: index of the path of each file.
     """
 
     chunk_bytes: int
-    path_of_chunk: tuple[int, ...]
+    path_indices: tuple[int, ...]
 
     @property
     def slot_bytes(self) -> int:
-        return self.chunk_bytes * len(self.path_of_chunk)
+        return self.chunk_bytes * len(self.path_indices)
 
 
 def check_rates(rates: Sequence[float], num_paths: int) -> tuple[float, ...]:
@@ -79,11 +79,11 @@ def assign_chunks(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
     shares = [Fraction(rate) / total for rate in rates]
     slack = 1 - Fraction(1, 2 * len(shares) - 2)
     counts = [0] * len(shares)
-    assigned: list[int] = []
+    assignment: list[int] = []
     for position in range(1, num_chunks + 1):
-        due = [share * position - count for share, count in zip(shares, counts, strict=True)]
-        behind = [path for path, chunks in enumerate(due) if chunks >= 1 - slack]
-        path = min(behind, key=lambda index: (slack - due[index]) / shares[index])
+        deficits = [share * position - count for share, count in zip(shares, counts, strict=True)]
+        candidates = [path for path, chunks in enumerate(deficits) if chunks >= 1 - slack]
+        path = min(candidates, key=lambda index: (slack - deficits[index]) / shares[index])
         counts[path] += 1
-        assigned.append(path)
-    return tuple(assigned)
+        assignment.append(path)
+    return tuple(assignment)

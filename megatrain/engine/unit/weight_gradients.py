@@ -201,7 +201,7 @@ class LaneAccumulator:
 
 
 def _num_rows(target: Tensor | SplitTensor) -> int:
-    return len(target) if isinstance(target, Tensor) else target.places[-1][0].rows.stop
+    return len(target) if isinstance(target, Tensor) else target.piece_views[-1][0].rows.stop
 
 
 def _places(target: Tensor | SplitTensor, selection: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
@@ -214,9 +214,9 @@ def _places(target: Tensor | SplitTensor, selection: range | None = None) -> Ite
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
         return
-    for piece, place in target.places:
+    for piece, place in target.piece_views:
         if selection is None or max(piece.rows.start, selection.start) < min(piece.rows.stop, selection.stop):
-            columns = slice(None) if piece.inside is None else slice(piece.inside.start, piece.inside.stop)
+            columns = slice(None) if piece.columns is None else slice(piece.columns.start, piece.columns.stop)
             yield place.view(len(piece.rows), -1), piece.rows, columns
 
 

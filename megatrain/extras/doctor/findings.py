@@ -15,7 +15,7 @@ from typing import Literal
 import psutil
 import torch
 
-from megatrain.api import Nature, cpu_name, default_num_threads, total_ram_bytes
+from megatrain.api import Medium, cpu_name, default_num_threads, total_ram_bytes
 from megatrain.extras.doctor.drives import DriveResult
 from megatrain.extras.doctor.processors import GdsResult, GpuResult
 from tiered.units import GB, format_rate, format_size
@@ -83,7 +83,7 @@ Severity = Literal["ok", "note", "warn"]
 SUSTAINED_SHARE = 0.7
 
 #: Advice for file systems that are not on a local drive.
-_ADVICE: Mapping[Nature, str] = {
+_ADVICE: Mapping[Medium, str] = {
     "memory": "name a folder on a drive, and give that RAM to tiers.ram",
     "network": "use a local drive for [[tiers.nvme]]",
     "program": "use a local drive for [[tiers.nvme]]",
@@ -194,8 +194,8 @@ def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
 
 def _drive_kind_findings(drive: DriveResult) -> Iterator[Finding]:
     path, kind = str(drive.path), drive.file_system.kind
-    if drive.file_system.nature in _ADVICE:
-        yield Finding("warn", path, drive.file_system.caution, _ADVICE[drive.file_system.nature])
+    if drive.file_system.medium in _ADVICE:
+        yield Finding("warn", path, drive.file_system.warning, _ADVICE[drive.file_system.medium])
     elif not drive.is_direct:
         yield Finding(
             "warn",

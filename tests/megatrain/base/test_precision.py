@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.base.precision import decode, encode, high_half
+from megatrain.base.precision import decode, encode, encode_high_half
 from oracles.adamw import join, split
 
 NUM_PATTERNS = 1 << 32
@@ -66,11 +66,11 @@ def test_the_high_half_is_the_nearest_bf16_with_ties_away_from_zero() -> None:
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(100_000, generator=generator)
     high = torch.empty(master.numel(), dtype=torch.bfloat16)
-    high_half(master, high)
+    encode_high_half(master, high)
     ties = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(high[~ties], master[~ties].to(torch.bfloat16))
     tie = masters(np.array([0x3F808000, 0xBF808000], dtype=np.uint64))
-    high_half(tie, high[:2])
+    encode_high_half(tie, high[:2])
     assert high[:2].tolist() == [1.0078125, -1.0078125]  # to even would give 1.0
 
 

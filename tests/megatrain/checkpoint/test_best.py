@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, Tr
 
 from megatrain.base.errors import ConfigError
 from megatrain.base.observer import EvaluationMetrics
-from megatrain.checkpoint.best import Best, BestSpec
+from megatrain.checkpoint.best import BestEvaluation, BestSpec
 from megatrain.checkpoint.inventory import RunInventory
 from megatrain.checkpoint.state import RunState
 from oracles.run_state import make_state
@@ -85,7 +85,7 @@ def test_the_metric_is_a_figure_of_a_set() -> None:
         metric("third_loss").check(found)
     with pytest.raises(ConfigError, match="second_rewards/accuracies"):
         metric("bleu").value_of(found)
-    state = make_state(best=Best("loss", 1.0, 3, 1))
+    state = make_state(best=BestEvaluation("loss", 1.0, 3, 1))
     assert RunState.from_meta(json.loads(json.dumps(state.to_meta())), where="here") == state
 
 

@@ -121,14 +121,14 @@ def test_run_without_drives_makes_no_copy(run: SavedRun) -> None:
 
 def test_save_never_removes_a_checkpoint_being_copied(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves come faster than copies: training waits, with a message, only before it would remove one being copied."""
-    rest = Throttle.rest
+    rest = Throttle.pause
 
     def rest_longer(self: Throttle, since_s: float) -> float:
         if not self._disabled.is_set():
             time.sleep(0.02)
         return rest(self, since_s)
 
-    monkeypatch.setattr(Throttle, "rest", rest_longer)
+    monkeypatch.setattr(Throttle, "pause", rest_longer)
     path = run.write_config(checkpoint="save_copy = true", **ON_DRIVE)
     path.write_text(
         path.read_text().replace("save_steps = 2\nsave_total_limit = 3", "save_steps = 1\nsave_total_limit = 1")
@@ -164,7 +164,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
 ) -> None:
     from megatrain.training.training_loop import TrainingLoop
 
-    train_step, rest = TrainingLoop.train_step, Throttle.rest
+    train_step, rest = TrainingLoop.train_step, Throttle.pause
     copying = threading.Event()
 
     def train_and_stop(self: TrainingLoop, *arguments: Any) -> None:
@@ -180,7 +180,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
         return rest(self, since_s)
 
     monkeypatch.setattr(TrainingLoop, "train_step", train_and_stop)
-    monkeypatch.setattr(Throttle, "rest", stop_again)
+    monkeypatch.setattr(Throttle, "pause", stop_again)
     config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
     result = run.run(**config)
     assert result.exit_code == 75, result.output

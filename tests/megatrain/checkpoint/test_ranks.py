@@ -173,7 +173,7 @@ def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: 
 
         with rank_store(tmp_path, rank, 2) as store:
             kept = CheckpointFolder(folder, rank, gather, 2, print)
-            saves = CheckpointWriter(kept, store, lanes=4, elements=SIZES, starts_over=True)
+            saves = CheckpointWriter(kept, store, lanes=4, elements=SIZES, is_new_run=True)
             for step in (5, 6, 7):
                 fill(store, rank, 2, step)
                 saves.begin()

@@ -145,7 +145,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_file_system_kinds_are_classified(kind: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     there = FileSystem("0:99", kind, "source", "/")
-    assert there.nature == KINDS[kind]
+    assert there.medium == KINDS[kind]
     monkeypatch.setattr(limits, "file_system_of", lambda path: there)
     monkeypatch.setattr(limits, "missing_mount", lambda path: None)
     found = find_objections(tiers_of(write('[[tiers.nvme]]\npath = "a"')), CPU)
@@ -164,7 +164,7 @@ def test_windows_drive_under_wsl_is_reported_with_a_remedy(
     mounts, point = tmp_path / "mountinfo", tmp_path / "mnt" / "c"
     point.mkdir(parents=True)
     mounts.write_text(f"21 1 8:48 / / rw - ext4 /dev/sdd rw\n31 21 0:71 / {point} rw,noatime - {WINDOWS[kind]}\n")
-    assert file_system_of(tmp_path, mounts).caution == ""
+    assert file_system_of(tmp_path, mounts).warning == ""
     monkeypatch.setattr(limits, "file_system_of", lambda path: file_system_of(path, mounts))
     (note,) = find_objections(tiers_of(write(f'[[tiers.nvme]]\npath = "{point / "state"}"\n')), CPU)
     assert note.kind == "note" and f"{kind} is a drive of Windows" in note.text and "disk of WSL" in note.text

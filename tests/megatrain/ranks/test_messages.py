@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.base.errors import ConfigError
-from megatrain.checkpoint.best import Best
+from megatrain.checkpoint.best import BestEvaluation
 from megatrain.ranks.messages import MessageError, decode, encode
 from megatrain.ranks.world import WorldError
 
@@ -65,7 +65,7 @@ def test_tensors_and_arrays_keep_their_bits(dtype: torch.dtype, shape: tuple[int
 
 
 def test_records_paths_and_errors_of_the_project() -> None:
-    best = Best("loss", 0.25, 7, num_worse=1)
+    best = BestEvaluation("loss", 0.25, 7, num_worse=1)
     assert decode(encode({"best": (best, Path("a/b"))})) == {"best": (best, Path("a/b"))}
     error = decode(encode(WorldError("no port")))
     assert type(error) is WorldError
@@ -130,10 +130,10 @@ class OwnRecord:
         {"record": [["megatrain.ranks.launch", "subprocess.Popen"], []]},
         {"record": [["megatrain.ranks.launch", "launch"], []]},
         {"record": [["megatrain.ranks.world", "Path"], []]},
-        {"record": [["megatrain.checkpoint.best", "Best"], [["__class__", "x"]]]},
+        {"record": [["megatrain.checkpoint.best", "BestEvaluation"], [["__class__", "x"]]]},
         {"record": [[OwnRecord.__module__, "OwnRecord"], [["name", "x"]]]},
-        {"named": [["megatrain.checkpoint.best", "Best"], []]},
-        {"enum": [["megatrain.checkpoint.best", "Best"], "x"]},
+        {"named": [["megatrain.checkpoint.best", "BestEvaluation"], []]},
+        {"enum": [["megatrain.checkpoint.best", "BestEvaluation"], "x"]},
         {"error": [["builtins", "eval"], ["1"], []]},
         {"error": [["builtins", "SystemExit"], ["1"], []]},
         {"error": [["builtins", "KeyboardInterrupt"], [], []]},
@@ -143,7 +143,7 @@ class OwnRecord:
         {"tensor": ["float32", [2], 8]},
         {"tensor": ["float32", [2], 0]},  # a shape of other bytes
         {"array": ["<f8", [2], 0, False]},
-        {"record": [["megatrain.no_such_module", "Best"], []]},
+        {"record": [["megatrain.no_such_module", "BestEvaluation"], []]},
         {"tensor": ["load", [1], 0]},
         {"bytes": 10**18},
         {"tuple": 3},

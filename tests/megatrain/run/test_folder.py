@@ -18,7 +18,7 @@ import pytest
 
 from megatrain.base.names import LOCK_NAME
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.base.owner import LockHolder, UnreachableRunError, catches_signal, find_owner, send_signal
+from megatrain.base.owner import LockHolder, UnreachableRunError, find_owner, has_signal_handler, send_signal
 from megatrain.base.progress import Activity
 from megatrain.run import status as status_module
 from megatrain.run.folder import RunFolder, committed_step
@@ -317,8 +317,8 @@ def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
     with another_process(tmp_path, "signal.signal(signal.SIGUSR1, lambda *a: print('saved', flush=True))") as process:
         owner = find_owner(tmp_path)
         assert owner is not None and owner.pid == process.pid
-        assert catches_signal(process.pid, signal.SIGUSR1)
-        assert not catches_signal(process.pid, signal.SIGUSR2)
+        assert has_signal_handler(process.pid, signal.SIGUSR1)
+        assert not has_signal_handler(process.pid, signal.SIGUSR2)
         send_signal(tmp_path, owner, signal.SIGUSR1)
         assert process.stdout is not None and process.stdout.readline() == "saved\n"
         with pytest.raises(UnreachableRunError, match=r"process 1 on elsewhere\. Run this command on that machine"):
@@ -327,7 +327,7 @@ def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
             send_signal(tmp_path, LockHolder(None, None, "another process"), signal.SIGUSR1)
     with pytest.raises(ProcessLookupError):
         send_signal(tmp_path, owner, signal.SIGUSR1)
-    assert not catches_signal(process.pid, signal.SIGUSR1)
+    assert not has_signal_handler(process.pid, signal.SIGUSR1)
 
 
 def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_path: Path) -> None:

@@ -360,6 +360,6 @@ class TestKvikioLinks(LinkSuite):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return NvmeTier([self.path], capacity_bytes, engine="kvikio")
 
-    def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+    def fail_transfers(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
         broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
         return mock.patch.multiple(KvikioMover, read=broken, write=broken)
