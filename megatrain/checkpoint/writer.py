@@ -130,7 +130,7 @@ class CheckpointWriter:
         is_past: Function that returns whether a checkpoint is not newer than the checkpoint that this run loaded. Newer
             checkpoints could not be loaded, so the first save drops them and keeps the loaded checkpoint.
         save_number: Largest save number among the copies at the run's URL, or 0.
-        starts_over: Whether the run starts from scratch. Generations without a checkpoint are then kept until the run
+        is_new_run: Whether the run starts from scratch. Generations without a checkpoint are then kept until the run
             has saved its first checkpoint.
     """
 

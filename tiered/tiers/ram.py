@@ -237,7 +237,7 @@ class HostSlab:
         nbytes: size, rounded up to a multiple of 4096. 0 maps nothing.
         pin: whether to pin the memory for CUDA, preferably on the GPU's NUMA node. Initializes CUDA. If pinning fails,
             ``is_pinned`` is False.
-        spare: source of resident pages, to which ``close`` returns the slab's pages. Not used for pinned memory.
+        spare_pages: source of resident pages, to which ``close`` returns the slab's pages. Not used for pinned memory.
 
     Attributes:
         has_huge_pages: whether huge pages were requested and are allowed.
