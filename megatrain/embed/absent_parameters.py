@@ -43,8 +43,8 @@ class AbsentWeightError(RuntimeError):
 #: Torch's original properties, without the overrides in a parameter's class.
 _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
-_BLOCK = "_megatrain_block"
-_CLASS = "_megatrain_class"
+_BLOCK_ATTRIBUTE = "_megatrain_block"
+_CLASS_ATTRIBUTE = "_megatrain_class"
 _ALLOWED_CALLS = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
 #: Properties that return values. For an absent parameter they return a placeholder, like ``detach``.
 _VALUE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
@@ -183,15 +183,15 @@ class Placeholder(Tensor):
 
 def holder_of(parameter: Tensor) -> ParameterHolder | None:
     """Return the block that stores a parameter, or None if the parameter is not in a store."""
-    return cast("ParameterHolder | None", parameter.__dict__.get(_BLOCK))
+    return cast("ParameterHolder | None", parameter.__dict__.get(_BLOCK_ATTRIBUTE))
 
 
 def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device) -> None:
     """Make a parameter absent and assign it to its block. It then reports ``device`` as its device."""
     own_class = type(parameter)
     make_absent(parameter, device)
-    parameter.__dict__[_BLOCK] = block
-    parameter.__dict__[_CLASS] = PresentParameter if own_class is nn.Parameter else own_class
+    parameter.__dict__[_BLOCK_ATTRIBUTE] = block
+    parameter.__dict__[_CLASS_ATTRIBUTE] = PresentParameter if own_class is nn.Parameter else own_class
 
 
 def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
@@ -210,7 +210,7 @@ def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
 def make_present(parameter: nn.Parameter, values: Tensor) -> None:
     """Bind a parameter to its values: a view of leased memory with the parameter's shape and dtype."""
     with torch.inference_mode(False):
-        parameter.__class__ = parameter.__dict__[_CLASS]
+        parameter.__class__ = parameter.__dict__[_CLASS_ATTRIBUTE]
         _DATA.__set__(parameter, values)
 
 

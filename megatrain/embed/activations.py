@@ -135,14 +135,14 @@ class offload_activations:
 
     def _pack(self, outer: OuterHooks | None, tensor: Tensor) -> SavedTensor:
         result: SavedTensor | None = None
-        if is_plain_strided(tensor) and tensor.numel() and not self._must_stay(tensor):
+        if is_plain_strided(tensor) and tensor.numel() and not self._is_kept(tensor):
             with self._pack_lock:
                 result = self._move(tensor, may_keep=outer is None)
         if result is not None:
             return result
         return _TensorWithSource(tensor) if outer is None else OuterSavedTensor(outer, tensor)
 
-    def _must_stay(self, tensor: Tensor) -> bool:
+    def _is_kept(self, tensor: Tensor) -> bool:
         base = tensor._base
         if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
             return True
@@ -179,14 +179,14 @@ class offload_activations:
                 stored = self._cache.write(source, view.elements, storage)
         if stored is not None:
             return _StoredTensor(tensor, view, stored, self._cache)
-        self._note_no_room(storage.nbytes())
+        self._warn_no_space(storage.nbytes())
         if not may_keep:
             return None
         result = _TensorWithSource(tensor, source)
         source.keeper = ref(result)
         return result
 
-    def _note_no_room(self, nbytes: int) -> None:
+    def _warn_no_space(self, nbytes: int) -> None:
         if not self._cache.blocks.has_warned:
             self._cache.blocks.has_warned = True
             logging.getLogger(__name__).warning(

@@ -189,14 +189,14 @@ class SharedState:
                 store.reserve(spec.home, -tier.slot_bytes(spec.nbytes) * store.keep_generations)
 
 
-_SHARED: WeakKeyDictionary[TieredStore, SharedState] = WeakKeyDictionary()
+_SHARED_STATES: WeakKeyDictionary[TieredStore, SharedState] = WeakKeyDictionary()
 
 
 def shared_state(store: TieredStore) -> SharedState:
     """Return the shared state of a store. The first call creates it."""
-    if store not in _SHARED:
-        _SHARED[store] = SharedState(store)
-    return _SHARED[store]
+    if store not in _SHARED_STATES:
+        _SHARED_STATES[store] = SharedState(store)
+    return _SHARED_STATES[store]
 
 
 def free_home_bytes(store: TieredStore, name: str) -> int:

@@ -77,7 +77,7 @@ class GradientSource(Protocol):
         """Return each gradient's sum of squares by name, in the order of the layout."""
 
     def read(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a parameter's flat gradient in RAM, valid until the next call. ``tensors`` are leased, by key."""
+        """Return a parameter's flat gradient in RAM, valid until the next call. ``tensors``: leased blocks by key."""
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -164,7 +164,7 @@ class StateGroup(ABC):
 
     @abstractmethod
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> AbstractContextManager[dict[str, Tensor]]:
-        """Yield a parameter's weight, and its state in ``tensors`` (blocks by key), by kind. On exit, keep changes."""
+        """Yield views of a parameter's weight and state by kind. On exit, keep changes. ``tensors``: blocks by key."""
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the layout entries with these names, in the order of the layout."""

@@ -18,7 +18,7 @@ from megatrain.embed.offloaded_module import gathered
 from megatrain.embed.partition import OffloadError
 
 #: Components that peft adds to the parameter names of a model.
-_WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|modules_to_save\.[^.]+\.")
+_WRAPPER_NAMES = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|modules_to_save\.[^.]+\.")
 
 
 def named_tensors(
@@ -41,13 +41,13 @@ def named_tensors(
         WeightInUseError: A parameter has no values yet.
         CapacityError: A layer does not fit in the compute tier.
     """
-    for entry in _entries(model, merge=merge):
+    for entry in _iter_weights(model, merge=merge):
         yield entry.name, entry.read(device)
 
 
 def named_shapes(model: nn.Module, *, merge: bool = True) -> list[tuple[str, torch.dtype, torch.Size]]:
     """Return (name, dtype, shape) of each tensor that ``named_tensors`` yields, in order, without reading values."""
-    return [(entry.name, entry.parameter.dtype, entry.parameter.shape) for entry in _entries(model, merge=merge)]
+    return [(entry.name, entry.parameter.dtype, entry.parameter.shape) for entry in _iter_weights(model, merge=merge)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class _NamedWeight:
         """Return a copy of the parameter's values, with its adapters merged."""
         with torch.no_grad():
             if any(not adapter.merged for adapter in self.adapters):
-                values = self._merged()
+                values = self._merge()
                 return values if device is None else values.to(device)
             with gathered(self.parameter):
                 return self.parameter.detach().to(device or self.parameter.device, copy=True)
 
-    def _merged(self) -> Tensor:
+    def _merge(self) -> Tensor:
         """Merge the adapters with peft, into copies that temporarily replace the layer's parameters."""
         adapters = [adapter for adapter in self.adapters if not adapter.merged]
         base: Any = adapters[0].get_base_layer()
@@ -100,7 +100,7 @@ class _NamedWeight:
                     base._parameters = parameters
 
 
-def _entries(model: nn.Module, *, merge: bool) -> Iterator[_NamedWeight]:
+def _iter_weights(model: nn.Module, *, merge: bool) -> Iterator[_NamedWeight]:
     if not merge:
         yield from (_NamedWeight(name, parameter, ()) for name, parameter in model.named_parameters())
         return
@@ -122,4 +122,4 @@ def _entries(model: nn.Module, *, merge: bool) -> Iterator[_NamedWeight]:
                 adapters.setdefault(id(parameter), []).append(layer)
     for name, parameter in model.named_parameters():
         if id(parameter) not in adapter_ids and "original_module" not in name:
-            yield _NamedWeight(_WRAPPED.sub("", name), parameter, tuple(adapters.get(id(parameter), ())))
+            yield _NamedWeight(_WRAPPER_NAMES.sub("", name), parameter, tuple(adapters.get(id(parameter), ())))

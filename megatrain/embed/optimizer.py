@@ -32,7 +32,7 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import add_over_shards, is_dtensor
 from tiered import TieredStore
 
-_CONSUMED = (
+_NO_GRADIENTS = (
     "step() was called without a backward since the last step, which consumed the gradients in the store. Their "
     "parameters are not updated, whereas torch would use the gradients again"
 )
@@ -240,10 +240,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         for group in self.groups:  # check all groups before any gradient is consumed
             group.check_free()
         gradient_names = [(group, group.gradients.take()) for group in self.groups]
-        has_any = any(names for group, names in gradient_names if group.gradients.key is not None)
-        if self._has_consumed and not has_any:
-            warnings.warn(_CONSUMED, stacklevel=2)
-        self._has_consumed = has_any
+        has_gradients = any(names for group, names in gradient_names if group.gradients.key is not None)
+        if self._has_consumed and not has_gradients:
+            warnings.warn(_NO_GRADIENTS, stacklevel=2)
+        self._has_consumed = has_gradients
         all_settings = self._counter.count_steps(self.param_groups, gradient_names)
         shared_state(self.store).note_change()
         updates: dict[OrdinaryGroup, GroupUpdate] = {}
@@ -389,7 +389,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             indices[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
             for p in self.steps
         }
-        unsupported = dict.fromkeys(optimizer_checks.UNSUPPORTED, 0)
+        unsupported = dict.fromkeys(optimizer_checks.UNSUPPORTED_SETTINGS, 0)
         contents["param_groups"] = [{**unsupported, **group} for group in contents["param_groups"]]
         return contents
 

@@ -17,13 +17,13 @@ from megatrain.ranks.dtensors import check_parameter, is_dtensor, is_unsharded
 from tiered import TieredStore
 
 #: Settings of torch's optimizers that change the update rule and are not supported by the kernels.
-UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
-_ONE_KERNEL = "each placement has one kernel, and all kernels give the same results. Leave the option out"
+UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "differentiable", "dampening")
+_FUSED_REASON = "each placement has one kernel, and all kernels give the same results. Leave the option out"
 #: Reasons for rejecting options of torch's optimizers and of earlier versions (decision 0114), by option. The values
 #: False and None are accepted.
 _REJECTED_OPTIONS = {
-    "fused": _ONE_KERNEL,
-    "foreach": _ONE_KERNEL,
+    "fused": _FUSED_REASON,
+    "foreach": _FUSED_REASON,
     "capturable": "updates run on the CPU or on a stream, outside of CUDA graphs",
     "differentiable": "updates are not differentiable",
     "amsgrad": "AMSGrad's third moment is not supported. Leave the option out",
@@ -65,13 +65,13 @@ def check_groups(param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequen
     saved = [len(group["params"]) for group in saved_groups]
     if sizes != saved:
         raise ValueError(f"the saved state has groups of {saved} parameters, but this optimizer has groups of {sizes}")
-    for name in (name for group in saved_groups for name in UNSUPPORTED if group.get(name)):
+    for name in (name for group in saved_groups for name in UNSUPPORTED_SETTINGS if group.get(name)):
         raise ValueError(f"the saved optimizer used {name}, which the tiered optimizers do not support")
 
 
 def check_settings(param_group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a group's settings are out of range, or if a parameter has no master weights."""
-    for name in UNSUPPORTED:
+    for name in UNSUPPORTED_SETTINGS:
         if param_group.get(name):
             raise ValueError(f"{name}={param_group[name]} is not supported by the tiered optimizers")
     for name in ("lr", "weight_decay", "eps", "momentum"):

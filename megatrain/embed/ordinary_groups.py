@@ -222,7 +222,7 @@ class OrdinaryGroup(StateGroup):
             )
 
     def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Initialize the averages of parameters in RAM, if the group has any. ``tensors`` are all blocks, by key."""
+        """Initialize the averages of parameters in RAM, if the group has any. ``tensors``: all blocks by key."""
         for entry in self.entries(names) if self.has_averages else ():
             with self._master(entry, tensors) as blocks:
                 begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])

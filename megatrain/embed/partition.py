@@ -124,12 +124,12 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
         )
     parts_by_id: dict[int, Part] = {}
     units = []
-    for path, module, is_whole in _units(model, ""):
+    for path, module, is_whole in _iter_units(model, ""):
         members = {id(p): p for p in module.parameters(recurse=is_whole) if id(p) in names}
         if not members:
             continue
         own_parameters = {names[key]: parameter for key, parameter in members.items() if key not in parts_by_id}
-        for part in _parts(name, path or ROOT, own_parameters):
+        for part in _make_parts(name, path or ROOT, own_parameters):
             parts_by_id.update((id(parameter), part) for parameter in part.parameters.values())
         parts = tuple(dict.fromkeys(parts_by_id[key] for key in members))
         units.append(UnitPart(path, module, parts))
@@ -184,7 +184,7 @@ def _check_no_aliases(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
+def _iter_units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield (path, module, whether the unit includes all submodules) for each unit."""
     if is_layer:
         yield path, module, True
@@ -194,7 +194,7 @@ def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
     layers = _layers_of(module) if is_list else frozenset[str]()
     for leaf, child in module.named_children():
-        yield from _units(child, f"{path}.{leaf}" if path else leaf, is_layer=leaf in layers)
+        yield from _iter_units(child, f"{path}.{leaf}" if path else leaf, is_layer=leaf in layers)
 
 
 def _layers_of(items: nn.Module) -> frozenset[str]:
@@ -221,15 +221,15 @@ def _has_list_with(is_match: Callable[[nn.Module], bool], module: nn.Module) -> 
 
 def _has_children(module: nn.Module) -> bool:
     """Return whether a module has submodules."""
-    return next(_children(module), None) is not None
+    return next(_iter_children(module), None) is not None
 
 
 def _has_grandchildren(module: nn.Module) -> bool:
     """Return whether a module has nested submodules. This is true for layers, but not for experts and heads."""
-    return any(map(_has_children, _children(module)))
+    return any(map(_has_children, _iter_children(module)))
 
 
-def _children(module: nn.Module) -> Iterator[nn.Module]:
+def _iter_children(module: nn.Module) -> Iterator[nn.Module]:
     """Return a module's submodules without peft's adapters, so that adapters do not change the partition."""
     while hasattr(type(module), "get_base_layer"):
         base: nn.Module = module.get_base_layer()  # type: ignore[operator]
@@ -239,7 +239,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
     return module.children()
 
 
-def _parts(name: str, path: str, own_parameters: dict[str, nn.Parameter]) -> list[Part]:
+def _make_parts(name: str, path: str, own_parameters: dict[str, nn.Parameter]) -> list[Part]:
     parts = []
     for layout in build_layouts(path, own_parameters, by_dtype=True):
         parameters = {entry.name: own_parameters[entry.name] for entry in layout.entries}

@@ -77,7 +77,7 @@ def load_pretrained(
     offloaded = offloaded_module(model)
     assert offloaded is not None
     for block in offloaded.blocks:
-        with block.filling() as flat:
+        with block.new_contents() as flat:
             weights.fill(block.layout, views(flat, block.layout))
         block.mark_filled()
     _load_ordinary(model, weights, compute_device(store))

@@ -61,7 +61,7 @@ class LocalBlocks:
         return layout.num_elements
 
     def shard(self, layout: UnitLayout, kinds: Iterable[StateKind]) -> LayoutShard | None:
-        """Return the shard of a layout, for these kinds of state. None if this process stores the whole layout."""
+        """Return this process's shard of a layout, or None if it stores the whole layout. ``kinds``: kinds of state."""
         return None
 
     def lease(self, part: Part, mode: Mode) -> WeightLease:
@@ -69,7 +69,7 @@ class LocalBlocks:
         return self.store.acquire(part.weight_key, self.tier, mode)
 
     @contextmanager
-    def filling(self, part: Part) -> Iterator[Tensor]:
+    def new_contents(self, part: Part) -> Iterator[Tensor]:
         """Yield a flat tensor of zeros. On exit, its values become the contents of a part's weight block."""
         with torch.no_grad(), self.store.acquire(part.weight_key, "ram", "w") as lease:
             lease.tensor.zero_()

@@ -98,16 +98,16 @@ class Calls:
         tensors.
         """
         if self._running:
-            live_frames = set(_frames())
+            live_frames = set(_iter_frames())
             while self._running and self._running[-1].has_ended(live_frames):
                 self._running.pop().end(is_failing=True)
 
 
 def _find_forward_frame() -> FrameType | None:
-    return next((frame for frame in _frames() if frame.f_code.co_name == _FORWARD_FUNCTION), None)
+    return next((frame for frame in _iter_frames() if frame.f_code.co_name == _FORWARD_FUNCTION), None)
 
 
-def _frames() -> Iterator[FrameType]:
+def _iter_frames() -> Iterator[FrameType]:
     """Yield the stack frames of the calling thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

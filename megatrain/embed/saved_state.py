@@ -150,7 +150,7 @@ class SavedState:
         state: dict[str, Any] = {"step": torch.tensor(float(self._optimizer.steps.get(parameter, 0)))}
         for name, kind in group.state.kinds.items():
             if name not in ("weight", "low") and kind.granularity == 1 and kind.length_of(entry):
-                moment = self._moment(group, name, entry)
+                moment = self._read_moment(group, name, entry)
                 if kind.elements_of is None or name in self._optimizer.torch_names:
                     moment = moment.view(entry.shape)
                     moment = make_dtensor(moment, parameter) if is_dtensor(parameter) else moment
@@ -180,15 +180,15 @@ class SavedState:
             for kind, torch_name in self._optimizer.torch_names_of(parameter).items():
                 if kind in group.state.keys:
                     tensor = values.get(torch_name)
-                    flat = None if tensor is None else _flat_local(tensor)
+                    flat = None if tensor is None else _flatten_local(tensor)
                     self._set_moment(group, kind, entry, flat)
             if "low" in group.state.keys and isinstance(master := values.get(_MASTER), Tensor):
-                self._set_master(group, entry, _flat_local(master))
+                self._set_master(group, entry, _flatten_local(master))
             if group.has_averages:
                 average = values.get(EMA.name)
                 if average is None:  # saved without averages, so the average starts at the master
                     average = group.read_master(entry)
-                self._set_moment(group, EMA.name, entry, _flat_local(average))
+                self._set_moment(group, EMA.name, entry, _flatten_local(average))
             self._optimizer.steps.pop(parameter, None)
             if values:
                 self._optimizer.steps[parameter] = int(values.get("step", 0))
@@ -217,7 +217,7 @@ class SavedState:
             with group.state.lease("weight", "rw") as lease:
                 group.state.view("weight", lease.tensor, entry).copy_(high_half)
 
-    def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
+    def _read_moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
         """Return a flat fp32 copy of a parameter's state of the given kind."""
         with group.state.lease(kind) as lease:
             part = group.state.view(kind, lease.tensor, entry)
@@ -256,7 +256,7 @@ def _check_same_sharding(name: str, values: Tensor, parameter: nn.Parameter) -> 
             )
 
 
-def _flat_local(values: Tensor) -> Tensor:
+def _flatten_local(values: Tensor) -> Tensor:
     """Return this process's part of a loaded tensor as a flat fp32 tensor in RAM."""
     return local_shard(values.detach()).reshape(-1).to("cpu", torch.float32)
 

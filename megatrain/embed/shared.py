@@ -185,7 +185,7 @@ class ModuleRanks(LocalBlocks):
         return UnshardedBlock(self, part, mode)
 
     @contextmanager
-    def filling(self, part: Part) -> Iterator[Tensor]:
+    def new_contents(self, part: Part) -> Iterator[Tensor]:
         """Yield a flat tensor of zeros. On exit, this rank's shard of the tensor becomes the block's contents."""
         with (
             torch.no_grad(),
@@ -292,10 +292,10 @@ class UnshardedBlock:
         nbytes = ranks.gathered_bytes(part.layout, part.dtype)
         with ExitStack() as stack:
             stack.enter_context(ranks.use_memory(ranks.compute_tier, nbytes))
-            self.tensor = self._gathered(nbytes)[: part.layout.num_elements]
+            self.tensor = self._gather(nbytes)[: part.layout.num_elements]
             self._memory = stack.pop_all()
 
-    def _gathered(self, nbytes: int) -> Tensor:
+    def _gather(self, nbytes: int) -> Tensor:
         ranks, count, dtype = self._ranks, self._ranks.num_gathered_elements(self._part.layout), self._part.dtype
         if self.mode == "w":
             return torch.zeros(count, dtype=dtype, device=ranks.device)

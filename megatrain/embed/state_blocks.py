@@ -25,7 +25,7 @@ class LayoutShard:
 
 
 class StateBlocks:
-    """Optimizer state of a layout's parameters, one block per kind. The constructor registers blocks full of zeros.
+    """Optimizer state of a layout's parameters, one block per kind. The constructor registers and zeroes the blocks.
 
     Args:
         root: Key prefix of the blocks.
@@ -93,7 +93,7 @@ class StateBlocks:
         return flat[start // granularity : -(-stop // granularity)]
 
     def segment(self, entry: TensorEntry, weight_decay: float, start: int, *, first: int = 0) -> Segment:
-        """Return a parameter's range in a block, with its settings. ``first``: Index of its first element."""
+        """Return a parameter's segment of a block. ``first``: Index of the segment's first element in the parameter."""
         return Segment(
             start,
             start + entry.numel,

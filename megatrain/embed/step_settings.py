@@ -62,7 +62,7 @@ class StepCounter:
         return settings
 
     def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
-        key = tuple(_comparable(settings[name]) for name in self._names)
+        key = tuple(_make_comparable(settings[name]) for name in self._names)
         if key not in self._rules:
             if len(self._rules) >= _MAX_RULES:  # for example, if a scheduler changes betas in every step
                 self._rules.clear()
@@ -70,7 +70,7 @@ class StepCounter:
         return self._rules[key]
 
 
-def _comparable(value: Any) -> Any:
+def _make_comparable(value: Any) -> Any:
     """Convert a number or sequence to floats, so that it compares by value. Return text and None unchanged."""
     if value is None or isinstance(value, str):
         return value

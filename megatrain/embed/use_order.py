@@ -18,19 +18,19 @@ class UseOrder:
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
-        self._next: dict[Hashable, Hashable] = {}
+        self._next_events: dict[Hashable, Hashable] = {}
         self._requests: dict[Hashable, tuple[tuple[str, str], ...]] = {}
-        self._last: Hashable = None
+        self._last_event: Hashable = None
 
     def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
         """Record an event and the ``(key, tier)`` pairs that it uses. Then prefetch for the events expected next."""
         self._requests[event] = tuple(requests)
-        if self._last is not None:
-            self._next[self._last] = event
-        self._last = event
+        if self._last_event is not None:
+            self._next_events[self._last_event] = event
+        self._last_event = event
         for _ in range(_EVENTS_AHEAD):
-            next_event = self._next.get(event)
-            if next_event is None or next_event == self._last:
+            next_event = self._next_events.get(event)
+            if next_event is None or next_event == self._last_event:
                 return
             event = next_event
             for key, tier in self._requests[event]:

@@ -48,7 +48,7 @@ class WeightOwner(Protocol):
 
 
 #: Held blocks by the address of their leased memory.
-_HELD: dict[int, WeightBlock] = {}
+_HELD_BLOCKS: dict[int, WeightBlock] = {}
 
 
 class WeightBlock:
@@ -102,7 +102,7 @@ class WeightBlock:
             attach(self.parameters[name], self, self._device)
         if len(self.missing_names) == len(self.parameters):
             return
-        with self.filling() as flat:
+        with self.new_contents() as flat:
             for name, target in views(flat, self.layout).items():
                 if name not in self.missing_names:
                     target.copy_(self.parameters[name])
@@ -110,9 +110,9 @@ class WeightBlock:
         _trim_heap()
         self._evict()
 
-    def filling(self) -> AbstractContextManager[Tensor]:
+    def new_contents(self) -> AbstractContextManager[Tensor]:
         """Return a context that yields a flat tensor of zeros. On exit, its values become the block's contents."""
-        return self.access.filling(self.part)
+        return self.access.new_contents(self.part)
 
     def mark_filled(self) -> None:
         """Record that all parameters now have values. Evict the block from RAM unless RAM is its home."""
@@ -139,7 +139,7 @@ class WeightBlock:
                 self.updater.finish_update()
             lease = self.lease(mode)
             self._held = HeldWeights(self.part, lease, self.missing_names, is_watched=is_watched)
-            _HELD[_address(lease.tensor)] = self
+            _HELD_BLOCKS[_address(lease.tensor)] = self
         elif mode == "rw" and self._held.lease.mode == "r":
             raise WeightInUseError(
                 f"{self.layout.name} is in use by its forward. Change its weights before or after it"
@@ -162,7 +162,7 @@ class WeightBlock:
         if held.num_holders:
             return
         self._held, lease = None, held.lease
-        _HELD.pop(_address(lease.tensor), None)
+        _HELD_BLOCKS.pop(_address(lease.tensor), None)
         changed_names = held.changed_names(self.missing_names)
         for parameter in self.parameters.values():
             make_absent(parameter, self._device)
@@ -267,7 +267,7 @@ def find_held_block(tensor: Tensor) -> WeightBlock | None:
     """Return the held block whose memory ``tensor`` views, or None."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
-    block = _HELD.get(_address(tensor))
+    block = _HELD_BLOCKS.get(_address(tensor))
     return block if block is not None and tensor.dtype == block.dtype else None
 
 

@@ -87,7 +87,7 @@ class TierTrainerMixin:
         self.add_callback(TierCallback(self._store))  # type: ignore[attr-defined]
         if (engine := getattr(self, "vllm_generation", None)) is not None and _store_of(self.model) is not None:
             follow(engine, self.model, self._store)
-        self._clip_elsewhere = self.accelerator.clip_grad_norm_
+        self._accelerator_clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._measure_norm
 
     def get_optimizer_cls_and_kwargs(
@@ -122,7 +122,7 @@ class TierTrainerMixin:
         """Return the norm of the gradients, which the optimizer uses for clipping in the next step."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps the optimizer
         if not isinstance(optimizer, TieredOptimizer):
-            return self._clip_elsewhere(parameters, max_norm, norm_type=norm_type)
+            return self._accelerator_clip(parameters, max_norm, norm_type=norm_type)
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: the tiered optimizers can only clip by the 2-norm")
         return torch.tensor(optimizer.measure_grad_norm())
@@ -130,7 +130,7 @@ class TierTrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights, except weights in a generation, which the optimizer loads together with its state."""
         has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
-        if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
+        if model is None and has_state and _read_record(Path(resume_from_checkpoint)) and _store_of(self.model):
             return
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -147,7 +147,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start keeping the generations that checkpoints name."""
         output_dir = Path(args.output_dir)
-        self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
+        self._store.keep_also(lambda: list(_kept_generations(output_dir, self._store.path)))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the generation that ``optimizer.state_dict()`` committed for the new checkpoint."""
@@ -173,15 +173,15 @@ def _check_adapters_come_first(model: Any) -> None:
         )
 
 
-def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
+def _kept_generations(output_dir: Path, store_path: str | None) -> Iterator[int]:
     """Yield the generations of a store that the checkpoints in an output folder name."""
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        record = _record(folder)
+        record = _read_record(folder)
         if record is not None and record.get("store") == store_path:
             yield int(record["generation"])
 
 
-def _record(folder: Path) -> dict[str, Any] | None:
+def _read_record(folder: Path) -> dict[str, Any] | None:
     try:
         record: dict[str, Any] = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -165,24 +165,24 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
-            return self._redirected("training_step", *args, **kwargs)
+            return self._run_as_forward("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step as its forward."""
         with self.precision_plugin.val_step_context():
-            return self._redirected("validation_step", *args, **kwargs)
+            return self._run_as_forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step as its forward."""
         with self.precision_plugin.test_step_context():
-            return self._redirected("test_step", *args, **kwargs)
+            return self._run_as_forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step as its forward."""
         with self.precision_plugin.predict_step_context():
-            return self._redirected("predict_step", *args, **kwargs)
+            return self._run_as_forward("predict_step", *args, **kwargs)
 
-    def _redirected(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run_as_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
         model = self.lightning_module
         return self._forward_redirection(model, model, name, *args, **kwargs)
 
@@ -195,7 +195,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 self._clipping.pop().max_grad_norm = 0.0
 
     def _clip_by_norm(self, clip: Any, optimizer: Any, clip_val: float) -> None:
-        optimizer = _unwrapped(optimizer)
+        optimizer = _unwrap(optimizer)
         if not isinstance(optimizer, TieredOptimizer):
             clip(optimizer, clip_val)
         elif optimizer.max_grad_norm == 0:
@@ -220,18 +220,18 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
         """Return the state of an optimizer. For a tiered optimizer, it is a small record that names a generation."""
-        optimizer = _unwrapped(optimizer)
+        optimizer = _unwrap(optimizer)
         if isinstance(optimizer, TieredOptimizer):
             shared = shared_state(optimizer.store)
             # The file may be loaded after more steps, so even the state before the first step needs a generation.
             if not shared.num_changes:
                 shared.note_change()
-            self._named_generations()
+            self._get_kept_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint file, and keep the generation that it names until the file is deleted."""
-        record = self._named_generations()
+        record = self._get_kept_generations()
         if record is not None:
             path = local_path(filepath)
             for state in checkpoint.get("optimizer_states", ()):
@@ -240,7 +240,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                     record.note(str(filepath) if path is None else str(path.absolute()), generation)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _named_generations(self) -> KeptGenerations | None:
+    def _get_kept_generations(self) -> KeptGenerations | None:
         if self._kept is None and self.store.path is not None:
             self._kept = KeptGenerations(self.store.path, file_exists)
             self.store.keep_also(self._kept.numbers)
@@ -265,7 +265,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the generation that a checkpoint names, or the state of torch's equivalent optimizer."""
-        self._named_generations()
+        self._get_kept_generations()
         super().load_optimizer_state_dict(checkpoint)
         if self._strict is not None:
             super().load_model_state_dict(checkpoint, self._strict)
@@ -277,12 +277,12 @@ StrategyRegistry.register(
 )
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _clip_by_value(clip: Any, optimizer: Any, clip_val: float) -> None:
-    optimizer = _unwrapped(optimizer)
+    optimizer = _unwrap(optimizer)
     if isinstance(optimizer, TieredOptimizer):
         _refuse_clipping_by_value()
     clip(optimizer, clip_val)

@@ -35,32 +35,32 @@ def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
         )
     device = generation.accelerator.device
 
-    def named() -> Iterator[tuple[str, Tensor]]:
+    def iter_weights() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named_tensors(model, device=device):
             yield generation._fix_param_name_to_vllm(name), tensor
 
-    generation._iter_named_params = named
+    generation._iter_named_params = iter_weights
     generation._weight_metadata = [
         (generation._fix_param_name_to_vllm(name), str(dtype).removeprefix("torch."), list(shape))
         for name, dtype, shape in named_shapes(model)
     ]
     if generation.mode == "colocate":
-        generation.sync_weights = _releasing(generation.sync_weights, store)
-        generation.generate = _releasing(generation.generate, store)
+        generation.sync_weights = _release_around(generation.sync_weights, store)
+        generation.generate = _release_around(generation.generate, store)
 
 
-def _releasing(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
+def _release_around(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
     """Wrap a method of the engine so that it releases the store's copies in GPU memory before and after the call.
 
     A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right afterwards.
     """
 
     @wraps(method)
-    def with_memory(*args: Any, **options: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         release(store, compute_tier(store))
         try:
             return method(*args, **options)
         finally:
             release(store, compute_tier(store))
 
-    return with_memory
+    return call

@@ -61,14 +61,14 @@ class _MappedWeights:
 
     def __init__(self, offloaded: OffloadedModule) -> None:
         self._store, self._blocks = offloaded.store, frozenset(offloaded.blocks)
-        self._last: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         self._destination: ref[Any] | None = None
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace the module's absent parameters with their values. torch calls this hook after ``state_dict``."""
         if self._destination is None or self._destination() is not state_dict:
-            self._last.clear()  # share tied copies only within one call: callers may change them
-            self._destination = ref(state_dict, lambda _: self._last.clear())
+            self._copies.clear()  # share tied copies only within one call: callers may change them
+            self._destination = ref(state_dict, lambda _: self._copies.clear())
         for leaf, parameter in module._parameters.items():
             key = prefix + leaf
             if parameter is None or key not in state_dict or state_dict[key] is parameter:
@@ -76,14 +76,14 @@ class _MappedWeights:
             block = block_of(parameter)
             if block is None or block not in self._blocks:
                 continue
-            values = self._last.get(id(parameter))
+            values = self._copies.get(id(parameter))
             if values is None:
                 block.hold()
                 try:
                     values = mapped_copy(parameter.detach(), self._store)
                 finally:
                     block.release()
-                self._last[id(parameter)] = values
+                self._copies[id(parameter)] = values
             state_dict[key] = values
 
 
