@@ -187,7 +187,7 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 def _check_task(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems with keys that the task requires or does not support. ``TASK_FACTS`` declares these keys."""
     task, facts = config.task, TASK_FACTS[config.task]
-    other_refusals = [other.refusal_elsewhere for name, other in TASK_FACTS.items() if name != task]
+    other_refusals = [other_facts.refusal_elsewhere for name, other_facts in TASK_FACTS.items() if name != task]
     for refusal in (*facts.refusals, *filter(None, other_refusals)):
         if problem := refusal.problem(task, config.value(refusal.key)):
             yield problem
@@ -587,11 +587,11 @@ def _check_drives(config: RunConfig) -> Iterator[Problem]:
         names.append(f"output_dir/{name}")
         paths.append(config.output_dir / name)
     clashing: set[str] = set()
-    for number, other_index, clash in folder_clashes(paths):
-        key = names[other_index if number >= len(tiers.nvme) else number]  # the drive, not a folder in output_dir
+    for own_index, other_index, clash in folder_clashes(paths):
+        key = names[other_index if own_index >= len(tiers.nvme) else own_index]  # the drive, not a folder in output_dir
         if other_index < len(tiers.nvme) and key not in clashing:
             clashing.add(key)
-            text = f"{names[number]} {clash} {names[other_index]} ({paths[other_index]})"
+            text = f"{names[own_index]} {clash} {names[other_index]} ({paths[other_index]})"
             yield Problem(key, text, "Use a separate folder for each drive, outside the checkpoints in output_dir")
     if len({drive.rate is None for drive in tiers.nvme}) > 1:
         yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Set a rate for all of them or for none")

@@ -102,7 +102,7 @@ def find_keys(name: str) -> tuple[list[str], str]:
     if key in TABLES:
         return [known_key for known_key in KEYS if known_key.startswith(f"{key}.")], ""
     leaf = key.rpartition(".")[2]
-    full_keys = sorted(known for known in KEYS if known.rpartition(".")[2] == leaf)
+    full_keys = sorted(full_key for full_key in KEYS if full_key.rpartition(".")[2] == leaf)
     if full_keys and leaf == key:
         preferred = full_keys_of_leaf(leaf)
         return preferred if len(preferred) == 1 else full_keys, ""

@@ -177,8 +177,8 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
         ]
         example = flat_gradient(torch.empty(0, dtype=dtype))
         table = np.array(rows, np.int64).reshape(len(rows), 4)
-        for first, last in group_calls([row[1] for row in rows], RANGE_ELEMENTS):
-            calls.append(partial(kernels.squared_norms_rows, table[first:last], example, partials))
+        for start_row, stop_row in group_calls([row[1] for row in rows], RANGE_ELEMENTS):
+            calls.append(partial(kernels.squared_norms_rows, table[start_row:stop_row], example, partials))
     threads.run(calls)
     sums = partials.tolist()
     return [_sum_in_order(sums[end - count : end]) for count, end in zip(counts, ends, strict=True)]

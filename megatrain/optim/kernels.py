@@ -308,11 +308,11 @@ def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
 
     The scale is found by comparing bits. A NaN has the largest bits, so it spreads to all moments in its block.
     """
-    largest = np.uint32(0)
+    max_magnitude = np.uint32(0)
     for i in range(codes.size):
         magnitude = np.uint32(np.float32(moments[i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
-        largest = magnitude if magnitude > largest else largest
-    scale = np.uint32(largest).view(np.float32)
+        max_magnitude = magnitude if magnitude > max_magnitude else max_magnitude
+    scale = np.uint32(max_magnitude).view(np.float32)
     divisor = np.float32(1.0) if scale == np.float32(0.0) else scale
     borders, cells = code[1], code[2]
     for i in range(codes.size):

@@ -46,8 +46,8 @@ class OptimizerSuite:
             assert names[: len(expected)] == expected, names
             assert len(set(names)) == len(names), f"two kinds have the same name: {names}"
             assert not any(set(name) & set("./") or name.startswith("grad") for name in names), names
-        plain, split = ({kind.name for kind in optimizer.state_kinds(is_split)} for is_split in (False, True))
-        assert split - plain == {"low"}, "fp32 and split masters have different state"
+        kinds, split_kinds = ({kind.name for kind in optimizer.state_kinds(is_split)} for is_split in (False, True))
+        assert split_kinds - kinds == {"low"}, "fp32 and split masters have different state"
 
     def test_warm_up_can_be_repeated(self) -> None:
         optimizer = self.make_optimizer()
@@ -70,11 +70,11 @@ class OptimizerSuite:
         mask = torch.zeros(layout.num_elements, dtype=torch.bool)
         for segment in chosen_segments:
             mask[segment.start : segment.stop] = True
-        changed = blocks["weight"] != old_blocks["weight"]
-        assert not changed[~mask].any(), (
+        is_changed = blocks["weight"] != old_blocks["weight"]
+        assert not is_changed[~mask].any(), (
             "the update changed weights outside of the segments: other parameters, or padding"
         )
-        assert changed[mask].float().mean() > 0.5, "the update changed less than half of the weights"
+        assert is_changed[mask].float().mean() > 0.5, "the update changed less than half of the weights"
         assert blocks["weight"].isfinite().all()
 
     def test_optimizer_object_has_no_state(self) -> None:

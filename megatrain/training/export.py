@@ -188,13 +188,13 @@ class _CheckpointWeights:
         low_parts = stored_parts(state_key(layout.name, "low"), self._reader.blocks)
 
         def read(start: int, stop: int) -> Tensor:
-            high = self._read_parts(weight_parts, self.dtype, start, stop)
+            values = self._read_parts(weight_parts, self.dtype, start, stop)
             if self.dtype == torch.float32:
-                return high
+                return values
             if not low_parts:
-                return high.float()  # a frozen weight has no low half
+                return values.float()  # a frozen weight has no low half
             return decode_master(
-                high, low_parts, start, lambda low, inside: self._read(low, torch.int16, inside.start, inside.stop)
+                values, low_parts, start, lambda low, inside: self._read(low, torch.int16, inside.start, inside.stop)
             )
 
         yield read
@@ -244,9 +244,9 @@ class _CheckpointWeights:
         with self._graph.plain_model():
             self._loader.read(layout, start, master)
         if self.dtype != torch.float32:
-            high = torch.empty(stop - start, dtype=self.dtype)
-            encode_high_half(master, high)
-            master.copy_(high)
+            high_halves = torch.empty(stop - start, dtype=self.dtype)
+            encode_high_half(master, high_halves)
+            master.copy_(high_halves)
         return master
 
     @contextmanager

@@ -88,9 +88,9 @@ class RandomWeights:
         names = [entry.parameter for entry in layout.entries]
         if self._current is None or self._current[0] != names:  # consecutive reads are for the same module
             self._current = names, Initializer(self._model, names, self._seed)
-        for entry, first, last in entries_within(layout, start, start + out.numel()):
-            target = out[entry.offset + first - start : entry.offset + last - start]
-            self._current[1].read(entry.parameter, entry.start + first, target)
+        for entry, part_start, part_stop in entries_within(layout, start, start + out.numel()):
+            target = out[entry.offset + part_start - start : entry.offset + part_stop - start]
+            self._current[1].read(entry.parameter, entry.start + part_start, target)
 
     def load_buffers(self) -> None:
         """Do nothing, because the model has already created its buffers."""
@@ -146,10 +146,10 @@ class AdaptedWeights:
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Write elements of a layout's block to ``out``, as in ``WeightSource``."""
         names = self._adapters.adapter_names if self._saved_adapters is None else frozenset(self._adapters.names)
-        for entry, first, last in entries_within(layout, start, start + out.numel()):
+        for entry, part_start, part_stop in entries_within(layout, start, start + out.numel()):
             if entry.name in names:
-                target = out[entry.offset + first - start : entry.offset + last - start]
-                target.copy_(self._adapter_tensor(entry).view(-1)[first:last])
+                target = out[entry.offset + part_start - start : entry.offset + part_stop - start]
+                target.copy_(self._adapter_tensor(entry).view(-1)[part_start:part_stop])
         if layout.name not in self._plain_layouts:
             entries = tuple(entry for entry in layout.entries if entry.name not in names)
             self._plain_layouts[layout.name] = replace(layout, entries=entries)
@@ -391,19 +391,19 @@ class Weights:
         self,
         layout: UnitLayout,
         weight_range: range,
-        high: Tensor,
+        high_halves: Tensor,
         low_parts: Sequence[tuple[range, str | None]],
         buffer: Tensor,
     ) -> None:
         """Fill one block with the high halves of a weight, and other blocks with the low halves."""
-        for part, low in low_parts:
-            with nullcontext() if low is None else self._open_for_writing(low) as tensor:
+        for part, low_key in low_parts:
+            with nullcontext() if low_key is None else self._open_for_writing(low_key) as tensor:
                 if tensor is not None:
                     tensor[len(part) :].zero_()
                 for span in _split_range(part):
                     master = buffer[: len(span)].zero_()
                     self.source.read(layout, span.start, master)
-                    target = high[span.start - weight_range.start : span.stop - weight_range.start]
+                    target = high_halves[span.start - weight_range.start : span.stop - weight_range.start]
                     if tensor is None:
                         encode_high_half(master, target)
                     else:
@@ -444,14 +444,14 @@ class Weights:
                 pairs = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
                 parts = [(part, key) for part, key in pairs if key in program.blocks]
                 if parts:
-                    with self.master(layout) as read:
-                        self._copy_master(read, parts)
+                    with self.master(layout) as read_master:
+                        self._copy_master(read_master, parts)
 
-    def _copy_master(self, read: ReadMaster, parts: Sequence[tuple[range, str]]) -> None:
+    def _copy_master(self, read_master: ReadMaster, parts: Sequence[tuple[range, str]]) -> None:
         for part, key in parts:
             with self._open_for_writing(key) as tensor:
                 for span in _split_range(part, _COPY_ELEMENTS):
-                    tensor[span.start - part.start : span.stop - part.start] = read(span.start, span.stop)
+                    tensor[span.start - part.start : span.stop - part.start] = read_master(span.start, span.stop)
                 tensor[len(part) :].zero_()
 
     @property
@@ -515,8 +515,8 @@ class Weights:
         """Yield the reader of ``master`` for an export. Also reserve RAM for fp32 copies, and report progress."""
         names = list(self._plan.graph.layouts)
         self._activity.begin_part(names.index(layout.name), unit=layout.name, num_parts=len(names))
-        with self._reserve_master(layout.num_elements), self.master(layout) as read:
-            yield read
+        with self._reserve_master(layout.num_elements), self.master(layout) as read_master:
+            yield read_master
 
 
 class ExportStopped(KeyboardInterrupt):
@@ -547,7 +547,7 @@ class GatheredWeights:
             False if a stop was requested before rank 0 had read all ranges.
         """
         with ExitStack() as stack:
-            current_name, read = "", None
+            current_name, read_master = "", None
             while True:
                 name, start, stop = self._group.broadcast(_FINISHED)
                 if not name:
@@ -555,10 +555,10 @@ class GatheredWeights:
                 if name != current_name:
                     stack.close()
                     current_name = name
-                    read = stack.enter_context(self._weights.export_reader(self._plan.graph.layouts[name]))
-                assert read is not None
+                    read_master = stack.enter_context(self._weights.export_reader(self._plan.graph.layouts[name]))
+                assert read_master is not None
                 for span in self._owned_slices(self._group.world.rank, name, start, stop):
-                    self._group.send(read(start + span.start, start + span.stop).contiguous(), 0)
+                    self._group.send(read_master(start + span.start, start + span.stop).contiguous(), 0)
 
     @contextmanager
     def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
@@ -637,14 +637,14 @@ class SavedShard:
 
 def saved_shards(plan: Plan) -> dict[str, SavedShard]:
     """Return the shards of saved blocks, by key. Excludes state blocks that are stored per parameter."""
-    program, saved = plan.program, dict[str, SavedShard]()
+    program, shards_by_key = plan.program, dict[str, SavedShard]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
         for key, part, owned in zip(keys, parts, shards, strict=True):
             if key in program.blocks and program.blocks[key].is_saved:
                 size = 1 if kind is None else kind.granularity
                 span = range((owned.start - part.start) // size, -(-(owned.stop - part.start) // size))
-                saved[key] = SavedShard(part.start, -(-len(part) // size), span)
+                shards_by_key[key] = SavedShard(part.start, -(-len(part) // size), span)
 
     for layout in plan.graph.layouts.values():
         weights = program.weight_parts_of(layout), program.owned_weight_parts_of(layout)
@@ -659,7 +659,7 @@ def saved_shards(plan: Plan) -> dict[str, SavedShard]:
                 parts = [range(kind.num_elements(layout))]  # the state of the layout is one block, sharded separately
                 owned = [program.sharding.shards.owned_range(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
-    return saved
+    return shards_by_key
 
 
 def _read_redivided(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:

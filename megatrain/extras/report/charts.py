@@ -222,9 +222,9 @@ def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) 
         Curve("in use after the step", column_means([(step, nbytes / unit) for step, nbytes in used_bytes]), 1),
         Curve("capacity", column_means([(step, nbytes / unit) for step, nbytes in limits]), 6, "dashed"),
     ]
-    planned = figures.tiers[tier].planned
-    if planned is not None and used_bytes:
-        endpoints = [(used_bytes[0][0], planned / unit), (used_bytes[-1][0], planned / unit)]
+    planned_bytes = figures.tiers[tier].planned
+    if planned_bytes is not None and used_bytes:
+        endpoints = [(used_bytes[0][0], planned_bytes / unit), (used_bytes[-1][0], planned_bytes / unit)]
         lines.append(Curve("planned minimum", endpoints, 3, "dashed"))
     return Chart(f"{tier.upper()} in use", name, lines=lines, starts_at_zero=True)
 

@@ -197,10 +197,10 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
 def compute_figures(history: RunHistory) -> Figures:
     """Return the figures of a run. Unknown figures are None or empty."""
     steps, plan = history.steps, history.plan
-    tail = steps[NUM_WARM_STEPS:] or steps
+    timed_steps = steps[NUM_WARM_STEPS:] or steps
     real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
-    tail_s = sum(step.get("step_s", 0.0) for step in tail)
-    rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
+    timed_s = sum(step.get("step_s", 0.0) for step in timed_steps)
+    rss_bytes = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
     num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # must match the summary of a run
     return Figures(
@@ -223,29 +223,31 @@ def compute_figures(history: RunHistory) -> Figures:
         num_real_tokens=real,
         num_trained_tokens=trained,
         padding_share=_padding_share(history, real),
-        step_s=PlanComparison(_planned_step_s(plan), median(step["step_s"] for step in tail) if tail else None),
-        time_s=_time_s(tail),
-        tokens_per_s=_rate(tail, "num_real_tokens", tail_s),
-        trained_tokens_per_s=_rate(tail, "num_trained_tokens", tail_s),
-        model_flops_per_s=_rate(tail, "model_flops", tail_s),
-        hardware_flops_per_s=_rate(tail, "hardware_flops", tail_s),
+        step_s=PlanComparison(
+            _planned_step_s(plan), median(step["step_s"] for step in timed_steps) if timed_steps else None
+        ),
+        time_s=_time_s(timed_steps),
+        tokens_per_s=_rate(timed_steps, "num_real_tokens", timed_s),
+        trained_tokens_per_s=_rate(timed_steps, "num_trained_tokens", timed_s),
+        model_flops_per_s=_rate(timed_steps, "model_flops", timed_s),
+        hardware_flops_per_s=_rate(timed_steps, "hardware_flops", timed_s),
         tiers=_tiers(history),
         capacity_bytes=_capacities(history),
-        links=_links(history, tail),
+        links=_links(history, timed_steps),
         link_paths=dict(history.ends[-1].get("link_paths") or {}) if history.ends else {},
-        drives=_drives(history, tail),
-        rss_first_bytes=rss[min(4, len(rss) - 1)] if rss else None,
-        rss_last_bytes=rss[-1] if rss else None,
-        rss_peak_bytes=max([*rss, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
+        drives=_drives(history, timed_steps),
+        rss_first_bytes=rss_bytes[min(4, len(rss_bytes) - 1)] if rss_bytes else None,
+        rss_last_bytes=rss_bytes[-1] if rss_bytes else None,
+        rss_peak_bytes=max([*rss_bytes, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
         checkpoints=history.checkpoints,
         restarts=[(start.get("first_step", 0), str(start.get("at", ""))) for start in plan.get("starts", [])[1:]],
         settings=_changed_settings(resolved_values(history.config)) if history.config is not None else (),
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
         beside_tier_bytes=_peak_non_tier_bytes(steps),
-        process_usage=_process_usage(tail),
+        process_usage=_process_usage(timed_steps),
         timeline=None if history.timeline is None else str(history.timeline),
-        ranks=_ranks(tail),
+        ranks=_ranks(timed_steps),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
     )
 
@@ -257,16 +259,16 @@ def _peak_non_tier_bytes(steps: Sequence[Mapping[str, Any]]) -> int | None:
     return max(sizes, default=None)
 
 
-def _process_usage(tail: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _process_usage(timed_steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the median of each counter over the steps that recorded counters."""
-    usages = [step["process_usage"] for step in tail if step.get("process_usage")]
+    usages = [step["process_usage"] for step in timed_steps if step.get("process_usage")]
     return {name: median(usage[name] for usage in usages) for name in usages[0]} if usages else {}
 
 
-def _ranks(tail: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _ranks(timed_steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a typical step of each rank, from all steps with the same number of ranks as the last step."""
-    size = len(tail[-1].get("ranks", ())) if tail else 0
-    rank_steps = [step["ranks"] for step in tail if size and len(step.get("ranks", ())) == size]
+    size = len(timed_steps[-1].get("ranks", ())) if timed_steps else 0
+    rank_steps = [step["ranks"] for step in timed_steps if size and len(step.get("ranks", ())) == size]
 
     def summarize(
         steps: Sequence[Mapping[str, Any]], key: str, mean: Callable[[Iterable[float]], float]
@@ -288,8 +290,8 @@ def _ranks(tail: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
     """Return the plan's seconds per step, simulated if possible, else estimated; None without measured rates."""
     replay, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
-    planned = replay.get("step_s", estimate.get("predicted_step_s"))
-    return float(planned) if planned else None
+    step_s = replay.get("step_s", estimate.get("predicted_step_s"))
+    return float(step_s) if step_s else None
 
 
 def _total_seconds(history: RunHistory) -> float:
@@ -362,51 +364,47 @@ def _rate(steps: Sequence[Mapping[str, Any]], key: str, seconds: float) -> float
 
 
 def _tiers(history: RunHistory) -> dict[str, PlanComparison]:
-    planned = history.plan.get("peak_bytes", {})
-    measured: dict[str, float] = {}
-    used = [step.get("tier_used_bytes", {}) for step in history.steps]
-    for tiers in (*used, *(end.get("tier_peak_bytes", {}) for end in history.ends)):
+    plan = history.plan.get("peak_bytes", {})
+    peaks: dict[str, float] = {}
+    used_bytes = [step.get("tier_used_bytes", {}) for step in history.steps]
+    for tiers in (*used_bytes, *(end.get("tier_peak_bytes", {}) for end in history.ends)):
         for tier, nbytes in tiers.items():
-            measured[tier] = max(measured.get(tier, 0), nbytes)
-    return {
-        tier: PlanComparison(planned.get(tier), measured.get(tier)) for tier in dict.fromkeys([*planned, *measured])
-    }
+            peaks[tier] = max(peaks.get(tier, 0), nbytes)
+    return {tier: PlanComparison(plan.get(tier), peaks.get(tier)) for tier in dict.fromkeys([*plan, *peaks])}
 
 
 def _capacities(history: RunHistory) -> dict[str, int]:
-    last = history.steps[-1].get("tier_capacity_bytes", {}) if history.steps else {}
-    return dict(last or history.plan.get("budget_bytes", {}))
+    capacities = history.steps[-1].get("tier_capacity_bytes", {}) if history.steps else {}
+    return dict(capacities or history.plan.get("budget_bytes", {}))
 
 
-def _links(history: RunHistory, tail: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
+def _links(history: RunHistory, timed_steps: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
     """Return bytes per step of each link: the median of the steps, or else the mean of the last finished start."""
-    planned = history.plan.get("link_bytes_per_step", {})
-    measured: dict[str, float] = {}
-    traffic = [step["link_bytes"] for step in tail if step.get("link_bytes")]
+    plan = history.plan.get("link_bytes_per_step", {})
+    rates: dict[str, float] = {}
+    traffic = [step["link_bytes"] for step in timed_steps if step.get("link_bytes")]
     if traffic:
-        measured = {link: median(step_bytes.get(link, 0) for step_bytes in traffic) for link in planned}
+        rates = {link: median(step_bytes.get(link, 0) for step_bytes in traffic) for link in plan}
     elif history.ends and history.plan.get("starts"):
         end, first_step = history.ends[-1], history.plan["starts"][-1].get("first_step", 0)
         num_steps = end.get("num_steps", 0) - first_step
         if num_steps > 0:
-            measured = {link: nbytes / num_steps for link, nbytes in end.get("link_bytes", {}).items()}
-    return {
-        link: PlanComparison(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])
-    }
+            rates = {link: nbytes / num_steps for link, nbytes in end.get("link_bytes", {}).items()}
+    return {link: PlanComparison(plan.get(link), rates.get(link)) for link in dict.fromkeys([*plan, *rates])}
 
 
-def _drives(history: RunHistory, tail: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
+def _drives(history: RunHistory, timed_steps: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
     estimate = history.plan.get("estimate") or {}
-    planned = estimate.get("nvme_written_bytes_per_step") or {}
+    plan = estimate.get("nvme_written_bytes_per_step") or {}
     limits: dict[str, int | None] = {}
     if history.config is not None:
         limits = {str(table.path): table.max_written for table in history.config.tiers.nvme}
-    paths = dict.fromkeys([*limits, *planned, *(p for step in history.steps for p in step.get("written_bytes", {}))])
+    paths = dict.fromkeys([*limits, *plan, *(p for step in history.steps for p in step.get("written_bytes", {}))])
     drives = {}
     for path in paths:
-        step_bytes = [step.get("written_bytes", {}).get(path, 0) for step in tail]
+        step_bytes = [step.get("written_bytes", {}).get(path, 0) for step in timed_steps]
         nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
-        per_step = PlanComparison(planned.get(path), median(step_bytes) if step_bytes else None)
+        per_step = PlanComparison(plan.get(path), median(step_bytes) if step_bytes else None)
         drives[path] = PathWrites(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
     return drives
 

@@ -219,8 +219,8 @@ def _wear(drive: PathWrites) -> str:
     text = format_decimal_size(drive.nbytes)
     per_step = drive.bytes_per_step
     if per_step.measured is not None:
-        planned = "" if per_step.planned is None else f", planned {format_decimal_size(per_step.planned)}"
-        text += f" ({format_decimal_size(per_step.measured)} per step{planned})"
+        planned_text = "" if per_step.planned is None else f", planned {format_decimal_size(per_step.planned)}"
+        text += f" ({format_decimal_size(per_step.measured)} per step{planned_text})"
     if drive.lifetime_bytes is not None:
         text += f"; all runs {format_decimal_size(drive.lifetime_bytes)}"
         if drive.share_of_limit is not None:

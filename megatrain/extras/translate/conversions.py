@@ -123,16 +123,16 @@ def _betas(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
 
 def _warmup(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate a number or a fraction of warm-up steps. A number above 0 takes precedence, as in transformers."""
-    number = as_number(value, row.config_key)
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    num_steps = as_number(value, row.config_key)
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int | float):
         draft.omit(tool_key, "write a number of steps, or a fraction of all steps", value)
         return
     previous = draft.entries.get(row.config_key)
-    if previous is None or not previous.value or (tool_key == "warmup_steps" and number):
-        draft.put(row.config_key, number, tool_key)
-        tool_key, number = (previous.tool_key, previous.value) if previous is not None else ("", 0)
-    if number:
-        draft.drop(tool_key, "warmup_steps takes precedence", number)
+    if previous is None or not previous.value or (tool_key == "warmup_steps" and num_steps):
+        draft.put(row.config_key, num_steps, tool_key)
+        tool_key, num_steps = (previous.tool_key, previous.value) if previous is not None else ("", 0)
+    if num_steps:
+        draft.drop(tool_key, "warmup_steps takes precedence", num_steps)
 
 
 def _half_precision(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
@@ -352,10 +352,10 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
         if (subset := fields.get(name)) and subset != "default":
             draft.put(f"{key}.subset", subset, fields.path_of(name))
     if split := fields.get("split"):
-        name, bracket, rest = str(split).partition("[")
+        name, bracket, part = str(split).partition("[")
         draft.put(f"{key}.split", name, fields.path_of("split"))
         if bracket:
-            draft.omit(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{rest}")
+            draft.omit(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{part}")
 
 
 def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:

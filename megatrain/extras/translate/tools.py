@@ -387,7 +387,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
             return
         draft.put(f"{key}.format", format_, tool_key)
         columns = _axolotl_columns(fields, format_)
-        put_columns(draft, key, {field: (column, *rest, fields.path) for field, (column, *rest) in columns.items()})
+        put_columns(draft, key, {field: (column, *names, fields.path) for field, (column, *names) in columns.items()})
         templates = ["format", "no_input_format", "system_format", "system_prompt"]
     for name in templates:
         if value := inner.get(name):
@@ -679,8 +679,8 @@ def _deepspeed_schedule(draft: Translation) -> None:
         ("optimizer.warmup_steps", "warmup_num_steps", 1000),
         ("training.max_steps", "total_num_steps", None),
     ):
-        if (number := get_parameter(name, fallback)) is not None:
-            draft.put(config_key, number, f"scheduler.params.{name}")
+        if (parameter := get_parameter(name, fallback)) is not None:
+            draft.put(config_key, parameter, f"scheduler.params.{name}")
     # WarmupLR without warmup_max_lr uses the optimizer's learning rate.
     has_peak = kind != "WarmupCosineLR"
     peak = get_parameter("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None

@@ -89,8 +89,8 @@ def _refuse_impossible_paths(draft: Translation) -> None:
     for key, entry in draft.entries.items():
         is_path = entry.is_path or key == "output_dir" or key.endswith("path")
         if is_path and isinstance(entry.value, str) and not can_be_path(draft.base, entry.value):
-            short = entry.value[:_LONGEST_VALUE]
-            raise draft.refuse(f"{entry.tool_key or key}: {json.dumps(short)} cannot be a path on this machine")
+            short_path = entry.value[:_LONGEST_VALUE]
+            raise draft.refuse(f"{entry.tool_key or key}: {json.dumps(short_path)} cannot be a path on this machine")
 
 
 def _gather_processes(draft: Translation) -> None:
@@ -221,16 +221,17 @@ def _to_toml(draft: Translation) -> str:
 
 def _merge_free_tables(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
     """Merge the entries of each free table into a single entry, which is written inline."""
-    merged: dict[str, TranslatedValue] = {}
+    merged_entries: dict[str, TranslatedValue] = {}
     for key, entry in entries.items():
         parent, _, name = key.rpartition(".")
         if plain_key(parent) not in FREE_TABLES:
-            merged[key] = entry
+            merged_entries[key] = entry
         else:
-            old = merged.get(parent, TranslatedValue({}))
-            tool_key = "; ".join(dict.fromkeys(part for part in (old.tool_key, entry.tool_key) if part))
-            merged[parent] = TranslatedValue({**old.value, name: entry.value}, tool_key, entry.note or old.note)
-    return merged
+            old_entry = merged_entries.get(parent, TranslatedValue({}))
+            tool_key = "; ".join(dict.fromkeys(part for part in (old_entry.tool_key, entry.tool_key) if part))
+            value, note = {**old_entry.value, name: entry.value}, entry.note or old_entry.note
+            merged_entries[parent] = TranslatedValue(value, tool_key, note)
+    return merged_entries
 
 
 def _line(leaf: str, entry: TranslatedValue) -> str:
