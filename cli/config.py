@@ -85,24 +85,24 @@ def diff_command(old_path: Path, new_path: Path, as_json: bool) -> int:
     """
     from megatrain.config.resolved import difference, load_run_config
 
-    changed = difference(load_run_config(old_path), load_run_config(new_path))
+    diff = difference(load_run_config(old_path), load_run_config(new_path))
     if as_json:
         values = {
-            name: list(map(dataclasses.asdict, getattr(changed, name))) for name in ("altering", "by_contents", "free")
+            name: list(map(dataclasses.asdict, getattr(diff, name))) for name in ("altering", "by_contents", "free")
         }
         click.echo(json.dumps(values, default=str))
         return 0
     groups = (
-        ("alters results", changed.altering, "red"),
-        ("alters results if the data or the model differs", changed.by_contents, "yellow"),
-        ("does not alter results", changed.free, "green"),
+        ("alters results", diff.altering, "red"),
+        ("alters results if the data or the model differs", diff.by_contents, "yellow"),
+        ("does not alter results", diff.free, "green"),
     )
     for title, changes, color in groups:
         if changes:
             click.secho(title, fg=color)
             for change in changes:
                 click.echo(f"  {change}")
-    if changed.is_empty:
+    if diff.is_empty:
         click.echo("no differences")
     return 0
 
@@ -171,9 +171,9 @@ def _print(description: KeyDescription) -> None:
         click.echo(f"  {'write' if not index else '':<9}{text}")
 
 
-def _wrap(text: str, width: int, first: str, rest: str) -> str:
+def _wrap(text: str, width: int, indent: str, hanging: str) -> str:
     return textwrap.fill(
-        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+        text, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False, break_long_words=False
     )
 
 

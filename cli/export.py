@@ -97,14 +97,14 @@ def command(
 
     last_percent = -1
 
-    def show_progress(what: str, done: int, total: int) -> None:
+    def show_progress(activity: str, done: int, total: int) -> None:
         nonlocal last_percent
         percent = 100 * done // max(1, total)
         if percent == last_percent:
             return
         last_percent = percent
         bar = ("#" * (_BAR_COLUMNS * done // max(1, total))).ljust(_BAR_COLUMNS)
-        text = f"{bar} {format_size(done)} of {format_size(total)}  {what}"
+        text = f"{bar} {format_size(done)} of {format_size(total)}  {activity}"
         click.echo(f"\r\x1b[K{text}", nl=done == total, err=True)
 
     for notice in moved_run_notices([find_checkpoint(checkpoint, step)]):

@@ -195,6 +195,6 @@ def describe_activity(snapshot: ActivitySnapshot) -> str:
 def _shorten(text: str, width: int) -> Text:
     """Shorten a text to ``width`` columns, but keep the duration at the end."""
     if len(text) > width:
-        head, mark, tail = text.rpartition("  ")
-        text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
+        head, separator, tail = text.rpartition("  ")
+        text = f"{head[: max(0, width - len(separator) - len(tail) - 2)]}..{separator}{tail}"
     return Text(text, no_wrap=True)

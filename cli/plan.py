@@ -112,8 +112,8 @@ def command(
             _measure_machine(run)
         spinner.show_activity("reading the model and planning")
         with without_garbage_collection():
-            planned = None if machine_name is None and size == 1 else plan_run(run)
-            trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
+            planned_run = None if machine_name is None and size == 1 else plan_run(run)
+            trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned_run)
         plan = with_timed_steps(trainer.plan, _print_progress, _warn) if measure else trainer.plan
         passthrough, error = inspect_weights(plan)
         num_steps = None

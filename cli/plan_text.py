@@ -124,8 +124,8 @@ def plan_to_json(plan: Plan, passthrough: str) -> dict[str, Any]:
 
 def plan_table(plan: Plan) -> Table:
     """Return a table with the bytes of each kind in each tier, totals and budgets, in GiB, or MiB if all are small."""
-    largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
-    unit, unit_name = (GiB, "GiB") if max(plan.totals.values(), default=largest) >= 4 * GiB else (MiB, "MiB")
+    max_size = max([*plan.totals.values(), *plan.budgets.values()], default=0)
+    unit, unit_name = (GiB, "GiB") if max(plan.totals.values(), default=max_size) >= 4 * GiB else (MiB, "MiB")
 
     def cell(sizes: Mapping[str, int], tier: str) -> str:
         nbytes = sizes.get(tier, 0)

@@ -133,8 +133,8 @@ def _next_step_text(run: Path) -> str:
 def _lost_text(run: Path, *, with_remedy: bool = False) -> str:
     """Describe checkpoints that were lost with a drive or are read from another place. Return "" if none exist."""
     checkpoints = saved_checkpoints(run)
-    lost = LostPartsNotice.among(checkpoints)
-    lines = [] if lost is None else [f"{lost}\n{lost.remedy(run)}" if with_remedy else str(lost)]
+    notice = LostPartsNotice.among(checkpoints)
+    lines = [] if notice is None else [f"{notice}\n{notice.remedy(run)}" if with_remedy else str(notice)]
     return "\n".join([*lines, *moved_run_notices(checkpoints)])
 
 

@@ -318,8 +318,8 @@ class RunOutput:
         """Redirect lost streams to the log file, starting with ``text``, which could not be written."""
         with self._lock:
             self.is_lost = True
-            if plain := _CONTROL_SEQUENCE.sub("", text):
-                self._unwritten.append(plain if plain.endswith("\n") else f"{plain}\n")
+            if plain_text := _CONTROL_SEQUENCE.sub("", text):
+                self._unwritten.append(plain_text if plain_text.endswith("\n") else f"{plain_text}\n")
             self._redirect()
 
     def _redirect(self) -> None:
