@@ -83,16 +83,16 @@ def _print_summary(translation: Translation, out: Path | None) -> None:
     click.echo(summary if out is None else f"{summary}, written to {out}", err=True)
     is_on_screen = out is None and sys.stdout.isatty()  # Comments in the printed TOML list the same keys.
     for title, omitted_keys, color in (
-        ("no equivalent here", translation.lost, "yellow"),
-        ("not needed here", translation.unneeded, None),
+        ("no equivalent here", translation.lost_keys, "yellow"),
+        ("not needed here", translation.unneeded_keys, None),
     ):
         if omitted_keys and not is_on_screen:
             click.secho(f"{title}:", fg=color, err=True)
             for omitted in omitted_keys:
                 click.echo(f"  {format_omitted_key(omitted)}", err=True)
-    if translation.to_fill_in:
+    if translation.placeholders:
         click.secho("to fill in:", fg="red", err=True)
-        for key, entry in translation.to_fill_in.items():
+        for key, entry in translation.placeholders.items():
             click.echo(f"  {key}: {entry.note}", err=True)
     if out is not None:
         click.echo(f"next: megatrain-tier check {shlex.quote(str(out))}", err=True)

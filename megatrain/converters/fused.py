@@ -34,7 +34,7 @@ def _halves(owner: nn.Module, length: int) -> FusedMatrix:
 
 
 def _column_thirds(owner: nn.Module, length: int) -> FusedMatrix:
-    return FusedMatrix((length // 3,) * 3, by_column=True)
+    return FusedMatrix((length // 3,) * 3, divides_columns=True)
 
 
 def _head_thirds(owner: Any, length: int) -> FusedMatrix:
@@ -124,15 +124,15 @@ def _apply_rule(owner: nn.Module, matrix_name: str, shape: tuple[int, ...]) -> F
     if rule is None:
         return None
     matrix = rule(owner, shape[-1] if rule is _column_thirds else shape[-2])
-    return matrix if matrix.length == shape[-1 if matrix.by_column else -2] else None
+    return matrix if matrix.length == shape[-1 if matrix.divides_columns else -2] else None
 
 
 def _fused_experts(owner: nn.Module, matrix_name: str, shape: tuple[int, ...]) -> FusedMatrix | None:
     """Return the layout of the gate and up projections of stacked experts, from the owner's attributes."""
     if matrix_name != "gate_up_proj" or not hasattr(owner, "is_transposed"):
         return None
-    by_column = bool(getattr(owner, "is_transposed", False))
-    length = shape[-1] if by_column else shape[-2]
+    is_transposed = bool(getattr(owner, "is_transposed", False))
+    length = shape[-1] if is_transposed else shape[-2]
     if getattr(owner, "is_concatenated", True):
-        return FusedMatrix((length // 2,) * 2, by_column=by_column)
-    return FusedMatrix((1, 1), length // 2, by_column=by_column)
+        return FusedMatrix((length // 2,) * 2, divides_columns=is_transposed)
+    return FusedMatrix((1, 1), length // 2, divides_columns=is_transposed)

@@ -19,18 +19,18 @@ class FusedMatrix:
         sizes: Number of rows that each logical matrix has in one group, in order.
         num_groups: Number of consecutive groups. Each group has rows of every logical matrix. With one group, the
             logical matrices are consecutive.
-        by_column: Whether the matrices divide the columns of the parameter instead of its rows.
+        divides_columns: Whether the matrices divide the columns of the parameter instead of its rows.
     """
 
     sizes: tuple[int, ...]
     num_groups: int = 1
-    by_column: bool = False
+    divides_columns: bool = False
 
     def __post_init__(self) -> None:
         assert self.sizes and min(self.sizes) > 0 and self.num_groups > 0, self
         # A row of the parameter spans all matrices and gets one learning rate factor, so all matrices must have equal
         # sizes.
-        assert not self.by_column or len(set(self.sizes)) == 1, self
+        assert not self.divides_columns or len(set(self.sizes)) == 1, self
 
     @property
     def length(self) -> int:
@@ -40,13 +40,13 @@ class FusedMatrix:
     @property
     def needs_copies(self) -> bool:
         """Whether the logical matrices are not contiguous in the parameter."""
-        return self.by_column or self.num_groups > 1
+        return self.divides_columns or self.num_groups > 1
 
     def shapes(self, rows: int, columns: int) -> list[tuple[int, int]]:
         """Return `(rows, columns)` of each logical matrix, given the rows and columns of the parameter."""
-        assert self.length == (columns if self.by_column else rows), (self, rows, columns)
+        assert self.length == (columns if self.divides_columns else rows), (self, rows, columns)
         lengths = [self.num_groups * size for size in self.sizes]
-        return [(rows, length) if self.by_column else (length, columns) for length in lengths]
+        return [(rows, length) if self.divides_columns else (length, columns) for length in lengths]
 
     def views(self, matrix: Tensor) -> Sequence[Tensor]:
         """Return a 3-D view of each logical matrix. Its divided dimension becomes two: (group, row or column).
@@ -56,8 +56,8 @@ class FusedMatrix:
         """
         rows, columns = matrix.shape
         group = (self.num_groups, sum(self.sizes))
-        shape = (rows, *group) if self.by_column else (*group, columns)
-        return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.by_column else 1)
+        shape = (rows, *group) if self.divides_columns else (*group, columns)
+        return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.divides_columns else 1)
 
     def runs(self, columns: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return `(start, stop, logical matrix index)` of the contiguous ranges in a stack of row-divided matrices.
@@ -66,7 +66,7 @@ class FusedMatrix:
             start: First requested element of the stack.
             stop: One past the last requested element.
         """
-        assert not self.by_column, self
+        assert not self.divides_columns, self
         ranges: list[tuple[int, int, int]] = []
         position = start - start % (columns * sum(self.sizes))  # start of the group that contains `start`
         while position < stop:

@@ -180,7 +180,7 @@ class Muon:
             iterate(matrix)
             return
         for view in fused.views(matrix):
-            dim = int(fused.by_column)
+            dim = int(fused.divides_columns)
             if not fused.needs_copies:
                 iterate(view.flatten(dim, dim + 1))
                 continue

@@ -316,7 +316,7 @@ class Weights:
                     out = tensor[: len(shard.owned)]
                     tensor[len(shard.owned) :].zero_()
                     if block.kind == "weights" and key not in reader.blocks:
-                        _read_redivided(reader, key, shard.first + shard.owned.start, out)
+                        _read_redivided(reader, key, shard.start + shard.owned.start, out)
                     else:
                         _read_elements(reader, key, shard.owned.start, out)
 
@@ -625,12 +625,12 @@ class SavedShard:
     """This rank's shard of a block, or the whole block in a single process.
 
     Attributes:
-        first: Index in the layout at which the whole block starts.
+        start: Index in the layout at which the whole block starts.
         num_elements: Number of elements of the whole block.
         owned: Range of the whole block's elements that this rank owns.
     """
 
-    first: int
+    start: int
     num_elements: int
     owned: range
 

@@ -36,14 +36,14 @@ class Curve:
         points: (step, value) pairs; a non-finite value leaves a gap.
         color: Number of a color in the style sheet, from 1.
         style: "", "faint" or "dashed".
-        dots: Whether to mark every point.
+        has_dots: Whether to mark every point.
     """
 
     name: str
     points: Sequence[Point]
     color: int = 1
     style: str = ""
-    dots: bool = False
+    has_dots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def lay_out(chart: Chart) -> Drawing | None:
         dots=[
             (line.color, scale.x(step), scale.y(value))
             for line, piece in pieces
-            if line.dots or len(piece) == 1
+            if line.has_dots or len(piece) == 1
             for step, value in piece
         ],
         tips=list(_tips(chart, scale)),
@@ -197,7 +197,7 @@ def _evaluation_losses(figures: Figures) -> list[Curve]:
     lines = []
     for index, (name, losses) in enumerate(figures.evaluations.items()):
         points = [(float(step), loss) for step, loss in losses]
-        lines.append(Curve(name, points, 2 + index % (NUM_COLORS - 1), dots=True))
+        lines.append(Curve(name, points, 2 + index % (NUM_COLORS - 1), has_dots=True))
     return lines
 
 

@@ -55,7 +55,7 @@ def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = 
         prefix: Path of the section that contains the keys, with a trailing dot, or "".
     """
     rows = KEYS[draft.tool]
-    omitted_keys = {omitted.tool_key for omitted in (*draft.lost, *draft.unneeded)}
+    omitted_keys = {omitted.tool_key for omitted in (*draft.lost_keys, *draft.unneeded_keys)}
     for leaf, value in values.items():
         tool_key = prefix + leaf
         row = rows.get(tool_key)

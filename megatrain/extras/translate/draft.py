@@ -26,14 +26,14 @@ class TranslatedValue:
         tool_key: Key of the tool that sets it, or "".
         note: Comment in the written config.
         is_path: Whether the value is a path relative to the start folder of the other tool.
-        to_fill_in: Whether the value is an example that the user must replace, because the tool's file has no value.
+        is_placeholder: Whether the value is an example that the user must replace, because the file has no value.
     """
 
     value: Any
     tool_key: str = ""
     note: str = ""
     is_path: bool = False
-    to_fill_in: bool = False
+    is_placeholder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Translation:
         source: File or command line to translate.
         base: Start folder of relative paths in the source.
         entries: Values by dotted config key; array tables have an index in the key.
-        lost: Keys of the tool that have no equivalent.
-        unneeded: Keys of the tool that are not needed.
+        lost_keys: Keys of the tool that have no equivalent.
+        unneeded_keys: Keys of the tool that are not needed.
         answered: Paths of the tool's values that a rule or a table row has read.
         toml: Text of the translated, valid config; "" until the translation ends.
     """
@@ -66,8 +66,8 @@ class Translation:
     source: Source
     base: Path
     entries: dict[str, TranslatedValue] = field(default_factory=dict)
-    lost: list[OmittedKey] = field(default_factory=list)
-    unneeded: list[OmittedKey] = field(default_factory=list)
+    lost_keys: list[OmittedKey] = field(default_factory=list)
+    unneeded_keys: list[OmittedKey] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
     toml: str = ""
 
@@ -76,9 +76,9 @@ class Translation:
         return self.source.tool
 
     @property
-    def to_fill_in(self) -> Mapping[str, TranslatedValue]:
+    def placeholders(self) -> Mapping[str, TranslatedValue]:
         """Entries whose values are examples that the user must replace, by config key."""
-        return {key: entry for key, entry in self.entries.items() if entry.to_fill_in}
+        return {key: entry for key, entry in self.entries.items() if entry.is_placeholder}
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -89,9 +89,9 @@ class Translation:
                 key: {"value": entry.value, "from": entry.tool_key, "note": entry.note}
                 for key, entry in self.entries.items()
             },
-            "no_equivalent": [omitted.to_json() for omitted in self.lost],
-            "not_needed": [omitted.to_json() for omitted in self.unneeded],
-            "to_fill_in": list(self.to_fill_in),
+            "no_equivalent": [omitted.to_json() for omitted in self.lost_keys],
+            "not_needed": [omitted.to_json() for omitted in self.unneeded_keys],
+            "to_fill_in": list(self.placeholders),
         }
 
     # Values of the tool's file
@@ -153,7 +153,7 @@ class Translation:
 
     def omit(self, tool_key: str, reason: str, value: Any = None) -> None:
         """List a key of the tool as lost, because it has no equivalent."""
-        self.lost.append(OmittedKey(tool_key, value, reason))
+        self.lost_keys.append(OmittedKey(tool_key, value, reason))
 
     def omit_if_on(self, tool_key: str, reason: str, value: Any) -> None:
         """List a key as lost, unless its value disables it."""
@@ -162,7 +162,7 @@ class Translation:
 
     def omit_unanswered(self) -> None:
         """List every value that no rule has read as lost. Reading one key of a table does not mark its other keys."""
-        read_paths = self.answered | {omitted.tool_key for omitted in (*self.lost, *self.unneeded)}
+        read_paths = self.answered | {omitted.tool_key for omitted in (*self.lost_keys, *self.unneeded_keys)}
         for path, value in list(_leaves(self.source.values, "", read_paths)):
             if value is not None and value != "auto":
                 self.omit(path, NO_EQUIVALENT, value)
@@ -175,7 +175,7 @@ class Translation:
 
     def drop(self, tool_key: str, reason: str, value: Any = None) -> None:
         """List a key of the tool as not needed here."""
-        self.unneeded.append(OmittedKey(tool_key, value, reason))
+        self.unneeded_keys.append(OmittedKey(tool_key, value, reason))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
         """Return the error for a training that is not supported."""

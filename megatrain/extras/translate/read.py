@@ -39,14 +39,14 @@ class Source:
     Attributes:
         values: Parsed keys and values.
         line: Command line. For a config file, it describes one process without a launcher.
-        others: First words of the other trainings in the same script.
+        other_commands: First words of the other trainings in the same script.
     """
 
     path: Path
     values: dict[str, Any]
     tool: Tool
     line: CommandLine = field(default_factory=lambda: CommandLine([], num_processes=1))
-    others: Sequence[str] = ()
+    other_commands: Sequence[str] = ()
 
     @property
     def title(self) -> str:

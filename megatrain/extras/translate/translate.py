@@ -102,7 +102,7 @@ def _gather_processes(draft: Translation) -> None:
     line, key = draft.source.line, "training.gradient_accumulation_steps"
     for name in line.unknown:
         draft.omit(f"${{...}} in --{name}", "only a shell can compute its value")
-    for command in draft.source.others:
+    for command in draft.source.other_commands:
         draft.omit(command, "another training in the same script; import it separately")
     for name, value in line.launch_options.items():
         if not is_world_size_option(line, name):
@@ -160,7 +160,7 @@ def _entries_behind(draft: Translation, key: str) -> list[str]:
         key = "optimizer.lr_scheduler_type"
     while key:
         names = [name for name in draft.entries if name == key or name.startswith(f"{key}.")]
-        removable = [name for name in names if not draft.entries[name].to_fill_in]
+        removable = [name for name in names if not draft.entries[name].is_placeholder]
         if removable:
             return removable if len(removable) == 1 or names == [key] else []
         key = key.rpartition(".")[0]
@@ -202,7 +202,7 @@ def _to_toml(draft: Translation) -> str:
     if draft.source.tool == "deepspeed":
         tool += f", with the defaults of version {DEEPSPEED_VERSION}"
     lines = [f"# Translated from {draft.source.path.name} ({tool}) by `megatrain-tier import`."]
-    for title, omitted_keys in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
+    for title, omitted_keys in (("Has no equivalent here", draft.lost_keys), ("Not needed here", draft.unneeded_keys)):
         if omitted_keys:
             lines += ["#", f"# {title}:", *(f"#   {format_omitted_key(omitted)}" for omitted in omitted_keys)]
     lines += ["", "config_version = 1"]
@@ -237,7 +237,7 @@ def _merge_free_tables(entries: Mapping[str, TranslatedValue]) -> dict[str, Tran
 def _line(leaf: str, entry: TranslatedValue) -> str:
     text = f"{leaf} = {format_value(entry.value)}"
     tool_key = entry.tool_key if entry.tool_key.rpartition(".")[2] != leaf else ""
-    comment = ("FILL IN: " if entry.to_fill_in else "") + "; ".join(part for part in (tool_key, entry.note) if part)
+    comment = ("FILL IN: " if entry.is_placeholder else "") + "; ".join(part for part in (tool_key, entry.note) if part)
     return f"{text:<{_COMMENT_COLUMN}}  # {_ascii(comment)}" if comment else text
 
 

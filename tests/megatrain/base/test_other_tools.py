@@ -60,7 +60,7 @@ def test_advised_keys_match_the_import(
     path.write_text(json.dumps(values))
     translation = translate_file(path, tool, base=tmp_path)
     assert ours.items() <= {key: entry.value for key, entry in translation.entries.items()}.items()
-    assert not translation.lost
+    assert not translation.lost_keys
 
 
 def test_table_imports_no_other_project_module() -> None:

@@ -20,10 +20,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, FusedMatrix]]] = {
         {},
         {"self_attn.qkv_proj.weight": FusedMatrix((32, 16, 16)), "mlp.gate_up_proj.weight": FusedMatrix((48, 48))},
     ),
-    "gpt2": ({}, {"attn.c_attn.weight": FusedMatrix((32, 32, 32), by_column=True)}),
+    "gpt2": ({}, {"attn.c_attn.weight": FusedMatrix((32, 32, 32), divides_columns=True)}),
     "gpt_neox": ({}, {"attention.query_key_value.weight": FusedMatrix((8, 8, 8), 4)}),
     "mixtral": ({}, {"mlp.experts.gate_up_proj": FusedMatrix((48, 48))}),
-    "gpt_oss": ({}, {"mlp.experts.gate_up_proj": FusedMatrix((1, 1), 48, by_column=True)}),
+    "gpt_oss": ({}, {"mlp.experts.gate_up_proj": FusedMatrix((1, 1), 48, divides_columns=True)}),
     "qwen3_next": (
         LINEAR,
         {

@@ -121,10 +121,14 @@ FUSED: dict[str, tuple[tuple[int, ...], FusedMatrix, list[list[int]]]] = {
         [[0, 1, 8, 9, 16, 17], [2, 3, 10, 11, 18, 19], [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]],
     ),
     "tall in each head": ((60, 4), FusedMatrix((2, 1), 20), [[r for r in range(60) if r % 3 < 2], [*range(2, 60, 3)]]),
-    "columns": ((16, 36), FusedMatrix((12,) * 3, by_column=True), [[*range(12)], [*range(12, 24)], [*range(24, 36)]]),
+    "columns": (
+        (16, 36),
+        FusedMatrix((12,) * 3, divides_columns=True),
+        [[*range(12)], [*range(12, 24)], [*range(24, 36)]],
+    ),
     "every other column": (
         (2, 9, 14),
-        FusedMatrix((1, 1), 7, by_column=True),
+        FusedMatrix((1, 1), 7, divides_columns=True),
         [[*range(0, 14, 2)], [*range(1, 14, 2)]],
     ),
 }
@@ -147,7 +151,7 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
         _, fused, indexes = FUSED[entry.name]
         for stacked in places:
             for own in indexes:
-                at = stacked[:, own] if fused.by_column else stacked[own]
+                at = stacked[:, own] if fused.divides_columns else stacked[own]
                 plain.append((at, torch.nn.Parameter(weight[at].clone())))
     twin = torch.optim.Muon([p for _, p in plain], lr=1e-2, weight_decay=0.1, adjust_lr_fn=adjust_lr)
     blocks = {"weight": weight.clone(), "m": torch.zeros_like(weight), "v": torch.zeros(1024)}
@@ -189,7 +193,7 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
 
 
 def test_flops_and_room_of_fused_matrices() -> None:
-    muon = make(fused={"qkv": FusedMatrix((28, 8, 8)), "c": FusedMatrix((12,) * 3, by_column=True)})
+    muon = make(fused={"qkv": FusedMatrix((28, 8, 8)), "c": FusedMatrix((12,) * 3, divides_columns=True)})
     assert (
         muon.orthogonalize_flops(44, 24, "qkv")
         == sum(make().orthogonalize_flops(rows, 24) for rows in (28, 8, 8))

@@ -168,11 +168,11 @@ def translate(folder: Path, text: str | dict[str, Any], name: str = "") -> tuple
 
 
 def lost(translation: Translation) -> set[str]:
-    return {left.tool_key for left in translation.lost}
+    return {left.tool_key for left in translation.lost_keys}
 
 
 def unneeded(translation: Translation) -> set[str]:
-    return {left.tool_key for left in translation.unneeded}
+    return {left.tool_key for left in translation.unneeded_keys}
 
 
 def test_llama_factory(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert (questions.format, questions.max_samples) == ("alpaca", 20)
     assert dict(questions.columns) == {"instruction": "question", "output": "answer"}
     assert missing.path == str(tmp_path / "data/missing.json")
-    assert list(translation.to_fill_in) == ["data.train.2.path"]
+    assert list(translation.placeholders) == ["data.train.2.path"]
     training, optimizer = config.training, config.optimizer
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (1, 2)
     assert (training.num_train_epochs, config.logging.logging_steps) == (3.0, 10)
@@ -350,7 +350,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert "(DeepSpeed, with the defaults of version 0.19.6)" in translation.toml
     assert config.precision.compute_dtype == "bfloat16"
     assert config.tiers.nvme[0].path == Path("/mnt/drive")
-    assert {"task", "output_dir", "model.model_name_or_path", "data.train.0.path"} == set(translation.to_fill_in)
+    assert {"task", "output_dir", "model.model_name_or_path", "data.train.0.path"} == set(translation.placeholders)
     assert {"zero_optimization", "aio"} <= unneeded(translation)
 
 
@@ -437,7 +437,7 @@ def test_a_nested_table_is_not_translated_because_one_key_is(tmp_path: Path) -> 
     text = "base_model: a/b\ndatasets: [{path: c/d, type: completion, field: body, preprocess_shards: 3, shards: 2}]\n"
     translation, config = translate(tmp_path, text)
     assert dict(config.data.train[0].columns) == {"text": "body"}
-    named = [left.tool_key for left in translation.lost]
+    named = [left.tool_key for left in translation.lost_keys]
     assert sorted(named) == ["datasets[0].preprocess_shards", "datasets[0].shards"], "each key has one answer"
 
 
@@ -547,8 +547,8 @@ def test_no_value_of_the_wrong_kind_is_silently_dropped(tmp_path: Path, tool: To
             except TranslationError:
                 continue
             names = [entry.tool_key for entry in found.entries.values()]
-            names += [left.tool_key for left in (*found.lost, *found.unneeded)]
-            names += [entry.note for entry in found.to_fill_in.values()] if key.endswith("dataset") else []
+            names += [left.tool_key for left in (*found.lost_keys, *found.unneeded_keys)]
+            names += [entry.note for entry in found.placeholders.values()] if key.endswith("dataset") else []
             means_the_same = key in rows and is_same(rows[key], value)
             assert means_the_same or any(is_about(name, key, value) for name in names), (key, value)
 
@@ -743,7 +743,7 @@ def test_values_that_cannot_be_here_are_taken_out_and_named(tmp_path: Path) -> N
     assert {"attn_implementation", "save_steps", "optim", "warmup_steps"} <= lost(translation)
     assert config.optimizer.optim == "adamw"
     listed = translation.toml.split("config_version")[0]
-    for left in translation.lost:
+    for left in translation.lost_keys:
         assert format_omitted_key(left) in listed
         assert len(format_omitted_key(left)) < 400
     values = translation.to_json()
@@ -860,7 +860,7 @@ def test_a_real_config_with_one_wrong_value(data: st.DataObject) -> None:
 def test_a_config_without_a_folder_of_the_run_is_given_one_to_fill_in(tmp_path: Path) -> None:
     text = "stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\ndataset: x\n"
     translation, config = translate(tmp_path, text)
-    assert config.output_dir == tmp_path / "outputs/first" and "output_dir" in translation.to_fill_in
+    assert config.output_dir == tmp_path / "outputs/first" and "output_dir" in translation.placeholders
 
 
 def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
@@ -910,7 +910,8 @@ def test_template_is_compared_with_the_model_template(
     text = f"model_name_or_path: model\ntemplate: {name}\nstage: %s\ndataset: chats\nfinetuning_type: full\n"
     (tmp_path / "their.yaml").write_text(text % "sft")
     translation = translate_file(tmp_path / "their.yaml", base=tmp_path)
-    (left,) = [left for left in (translation.lost if is_lost else translation.unneeded) if left.tool_key == "template"]
+    omitted_keys = translation.lost_keys if is_lost else translation.unneeded_keys
+    (left,) = [left for left in omitted_keys if left.tool_key == "template"]
     assert said in left.reason and left.value == name
     (tmp_path / "their.yaml").write_text(text % "pt")
     assert "template" in unneeded(translate_file(tmp_path / "their.yaml", base=tmp_path)), "plain text has none"
@@ -919,5 +920,5 @@ def test_template_is_compared_with_the_model_template(
 def test_quantization_is_answered_with_a_folder_that_is_quantized(tmp_path: Path) -> None:
     text = "model_name_or_path: org/m\nstage: sft\nquantization_bit: 4\ndataset: chats\nfinetuning_type: lora\n"
     (tmp_path / "their.yaml").write_text(text)
-    (left,) = [left for left in translate_file(tmp_path / "their.yaml").lost if left.tool_key == "quantization_bit"]
+    (left,) = [key for key in translate_file(tmp_path / "their.yaml").lost_keys if key.tool_key == "quantization_bit"]
     assert "name a folder that is already quantized" in left.reason
