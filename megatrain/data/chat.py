@@ -431,14 +431,14 @@ class RowEncoder:
     @cached_property
     def _turn_end(self) -> tuple[int | None, str]:
         """Id of the token that ends an assistant turn, or None; and the end-of-turn text if the end is plain text."""
-        turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+        messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = self._renderer.render(turn * 2, "")
+            text = self._renderer.render(messages * 2, "")
         except RowError:
             return None, ""
         boundary = text.find(_PROBE) + len(_PROBE)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for token, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
             if start >= boundary and text[start:end].strip():
                 if token in self._end_ids:
                     return int(token), ""

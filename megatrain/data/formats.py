@@ -525,7 +525,7 @@ def _read_tokenized(fields: RowFields) -> Tokenized:
             kept_range = range(*_attended_range(numbers, location, names[name]))
             continue
         mask = tuple(number != (IGNORED_LABEL if name == "labels" else 0) for number in numbers)
-        if name == "labels" and any(new and a != b for new, a, b in zip(mask, numbers, tokens, strict=True)):
+        if name == "labels" and any(flag and a != b for flag, a, b in zip(mask, numbers, tokens, strict=True)):
             raise RowError(
                 location,
                 f"`{names[name]}` has a value that is neither the token at its position nor {IGNORED_LABEL}",
@@ -544,8 +544,8 @@ def _read_integers(value: object, location: str, name: str) -> tuple[int, ...]:
 
 def _attended_range(mask: Sequence[int], location: str, name: str) -> tuple[int, int]:
     """Return the start and end of a mask's ones. Raises RowError if the ones are not contiguous."""
-    start = next((index for index, number in enumerate(mask) if number), len(mask))
-    stop = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
+    start = next((index for index, flag in enumerate(mask) if flag), len(mask))
+    stop = len(mask) - next((index for index, flag in enumerate(reversed(mask)) if flag), len(mask))
     if not all(mask[start:stop]):
         raise RowError(location, f"`{name}` has zeros in the middle", "Put padding at the ends only")
     return (start, stop) if start < stop else (0, 0)

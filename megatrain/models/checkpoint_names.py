@@ -133,7 +133,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
 
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     mapping = get_model_conversion_mapping(model)
-    renamings, converters, by_pattern = _split_transforms(mapping)
+    renamings, converters, converter_by_pattern = _split_transforms(mapping)
     prefix = model.base_model_prefix
     steps: dict[str, Conversion] = {}
     unexpected: dict[str, str] = {}
@@ -144,7 +144,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
         if target not in state:
             unexpected[name] = target
             continue
-        step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
+        step = steps.setdefault(target, Conversion(target, None if pattern is None else converter_by_pattern[pattern]))
         if pattern is None and step.sources:
             raise ConversionError(f"tensors {step.source_names[0]} and {name} are both meant for {target}")
         step.sources.setdefault(pattern or name, []).append(name)
@@ -168,7 +168,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
 
 
 def plan_export(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], loaded: LoadPlan | None = None
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], load_plan: LoadPlan | None = None
 ) -> list[Conversion]:
     """Return the steps that convert a model's tensors to checkpoint tensors. The targets have the checkpoint's names.
 
@@ -177,7 +177,7 @@ def plan_export(
 
     Args:
         tensors: Meta tensors by name in the model.
-        loaded: Plan with which a folder was loaded, to restore the folder's names. None for a model without a folder.
+        load_plan: Plan with which the folder was loaded, to restore its names. None for a model without a folder.
 
     Raises:
         ConversionError: Two tensors would have the same name, or one of the folder's names cannot be restored.
@@ -190,28 +190,28 @@ def plan_export(
         # Without a folder, a dropped prefix cannot be restored. from_pretrained also accepts names without the prefix.
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [transform for transform in mapping if not isinstance(transform, PrefixChange)]
-    renamings, converters, by_pattern = _split_transforms(
+    renamings, converters, converter_by_pattern = _split_transforms(
         [transform.reverse_transform() for transform in reversed(transforms)]
     )
     steps: dict[str, Conversion] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, [], converters, reverse=True)
-        step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
+        step = steps.setdefault(target, Conversion(target, None if pattern is None else converter_by_pattern[pattern]))
         step.sources.setdefault(pattern or name, []).append(name)
     keys: set[str] = set()
     for step in steps.values():
         step.trace(tensors, model, lambda name: rename_source_key(name, renamings, [], reverse=True)[0])
-        if loaded is not None:
-            _restore_file_names(step, loaded, model.base_model_prefix)
+        if load_plan is not None:
+            _restore_file_names(step, load_plan, model.base_model_prefix)
         if not keys.isdisjoint(step.targets):
             raise ConversionError(f"two tensors of the model would both be named {sorted(keys & set(step.targets))[0]}")
         keys.update(step.targets)
     return list(steps.values())
 
 
-def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
+def _restore_file_names(step: Conversion, load_plan: LoadPlan, prefix: str) -> None:
     """Rename an export step's outputs to their names in the folder. The shapes must be equal."""
-    steps = [loaded.target_steps[name] for name in step.source_names if name in loaded.target_steps]
+    steps = [load_plan.target_steps[name] for name in step.source_names if name in load_plan.target_steps]
     if not steps:
         return  # the folder lacks the tensor, which transformers permits
     shapes = {name: shape for load_step in steps for name, shape in load_step.source_shapes.items()}
@@ -261,11 +261,11 @@ def _find_stack_views(step: Conversion, output: torch.Tensor) -> list[tuple[str,
 
 def tied_groups(model: PreTrainedModel) -> list[list[str]]:
     """Return the names of each group of tied parameters or buffers. The name used in files comes first."""
-    by_identity: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        by_identity.setdefault(id(value), []).append(name)
+        names_by_id.setdefault(id(value), []).append(name)
     tied_names = getattr(model, "all_tied_weights_keys", None) or {}
-    groups = [names for names in by_identity.values() if len(names) > 1]
+    groups = [names for names in names_by_id.values() if len(names) > 1]
     return [sorted(names, key=lambda name: name in tied_names) for names in groups]
 
 
@@ -277,10 +277,10 @@ def _split_transforms(transforms: list[WeightTransform]) -> tuple[list[Any], lis
     return renamings, converters, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
-def _find_missing(model: PreTrainedModel, state: Mapping[str, torch.Tensor], loaded: Mapping[str, Any]) -> list[str]:
-    missing = {name for name in state if name not in loaded}
+def _find_missing(model: PreTrainedModel, state: Mapping[str, torch.Tensor], steps: Mapping[str, Any]) -> list[str]:
+    missing = {name for name in state if name not in steps}
     for names in tied_groups(model):
-        if any(name in loaded for name in names):
+        if any(name in steps for name in names):
             missing.difference_update(names)
     return sorted(missing)
 

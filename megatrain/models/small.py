@@ -296,6 +296,6 @@ def _write_text(path: Path, seed: int) -> Path:
     rng = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(_NUM_DOCUMENTS):
-            words = (f"w{rng.randrange(2, VOCAB_SIZE)}" for _ in range(rng.randint(_MIN_WORDS, _MAX_WORDS)))
-            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+            tokens = (f"w{rng.randrange(2, VOCAB_SIZE)}" for _ in range(rng.randint(_MIN_WORDS, _MAX_WORDS)))
+            file.write(json.dumps({"text": " ".join(tokens)}) + "\n")
     return path
