@@ -182,7 +182,7 @@ def engine_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Te
             return logits
 
         with mock.patch.object(HeadModel, "logits", noting):
-            engine.step([batch], number=0, lr=0.0)
+            engine.step([batch], step_index=0, lr=0.0)
     logits = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
     return ids, logits[: ids.shape[0] * (ids.shape[1] - 1)]
 

@@ -96,7 +96,7 @@ class _RecordingEngine:
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
         """Run a step. If the engine is serial, the measured time includes its updates."""
-        result = self._engine.step(micro_batches, number=number, lr=lr)
+        result = self._engine.step(micro_batches, step_index=number, lr=lr)
         if self._is_serial:
             self._engine.finish_updates()
         self.results.append(result)

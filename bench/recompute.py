@@ -47,7 +47,7 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
-from megatrain.engine.device.work import NOTHING_UNNEEDED
+from megatrain.engine.device.work import NO_PRODUCTS
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.kept import count_layers, num_layers_kept
 from megatrain.plan.plan import Plan
@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def without_dead_results(plan: Plan) -> Plan:
     """Return a plan whose recomputes run all products, including those that no gradient needs."""
-    visits = tuple(replace(visit, unneeded=NOTHING_UNNEEDED) for visit in plan.trace.visits)
+    visits = tuple(replace(visit, unneeded_products=NO_PRODUCTS) for visit in plan.trace.visits)
     return replace(plan, traced=replace(plan.traced, trace=replace(plan.trace, visits=visits)))
 
 
@@ -197,7 +197,7 @@ class Bench:
         plan, row = side.plan, self._report.row
         recompute = plan.program.recompute
         row(f"{name}.layers_kept", num_layers_kept(plan.graph, plan.trace, plan.program)[0], "layers")
-        row(f"{name}.layers_saving", count_layers(plan.graph, plan.trace, recompute.saving), "layers")
+        row(f"{name}.layers_saving", count_layers(plan.graph, plan.trace, recompute.saving_visits), "layers")
         total = plan.budgets["ram"] if any(plan.traffic.values()) else plan.totals["ram"]
         most = max(window.tiers["ram"].high_water_bytes for window in side.windows)
         row(f"{name}.ram", most, "bytes", target=total, ok=most <= total)
@@ -205,14 +205,16 @@ class Bench:
     def _print_flops(self, sides: Mapping[str, Ours]) -> None:
         num_micro_batches, rows, length = self._arguments.tokens
         places = num_micro_batches * rows * length
-        shape = {"num_places": places, "num_real_tokens": places, "num_trained_tokens": places}
+        shape = {"num_positions": places, "num_real_tokens": places, "num_trained_tokens": places}
         found = {
             name: step_flops(side.plan.trace, **shape, recompute=side.plan.program.recompute)
             for name, side in sides.items()
         }
         # Traces do not count unneeded products in the backward, so add them for the side that runs them.
         visits = sides[FULL].plan.trace.visits
-        left_out = sum(visit.unneeded.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
+        left_out = (
+            sum(visit.unneeded_products.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
+        )
         found[WHOLE] = replace(found[WHOLE], hardware=found[FULL].hardware + left_out)
         for name, flops in found.items():
             self._report.row(f"{name}.hardware_flops", flops.hardware, "FLOP/step")

@@ -205,7 +205,7 @@ class Ours:
         drops = self._num_drops()
         start_s, start_cpu_s, start_usage = time.perf_counter(), time.process_time(), process_usage()
         for micro_batches in batches:
-            result = self._engine.step(micro_batches, number=self._num_steps, lr=lr)
+            result = self._engine.step(micro_batches, step_index=self._num_steps, lr=lr)
             self._num_steps += 1
         stepped_s = time.perf_counter()
         store.wait_idle()

@@ -259,7 +259,7 @@ def row_of(case: Case) -> Row:
         return Row(case.model, case.machine, missing, {}, case.tokens, is_split=case.is_split)
     estimate = plan.estimate
     assert estimate is not None and estimate.step_s is not None, estimate
-    each = {"num_places": case.tokens, "num_real_tokens": case.tokens, "num_trained_tokens": case.tokens}
+    each = {"num_positions": case.tokens, "num_real_tokens": case.tokens, "num_trained_tokens": case.tokens}
     flops = step_flops(plan.trace, recompute=plan.program.recompute, **each)
     costs = DeviceCosts.of(machine.profile, plan.device.type, "bfloat16")
     assert costs is not None, machine.name

@@ -71,7 +71,7 @@ class OursSide:
         program = plan.program
         flops = step_flops(
             plan.trace,
-            num_places=tokens,
+            num_positions=tokens,
             num_real_tokens=tokens,
             num_trained_tokens=trained,
             recompute=program.recompute,

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatrain.engine.device.attention import FLASH_ROWS
-from megatrain.engine.device.device_kernels import stands_for_gpu
+from megatrain.engine.device.device_kernels import is_gpu_stand_in
 from megatrain.engine.unit.absent_weights import METADATA_QUERIES
 from megatrain.models.converter import ModelConverter
 
@@ -465,7 +465,7 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether torch's variable-length flash attention supports these tensors."""
     width = query.shape[-1]
     return (
-        (query.device.type == "cuda" or stands_for_gpu(query))
+        (query.device.type == "cuda" or is_gpu_stand_in(query))
         and query.dtype in _VARLEN_DTYPES
         and width == key.shape[-1] == value.shape[-1] <= _MAX_HEAD_DIM
         and width % _HEAD_MULTIPLE == 0
@@ -476,7 +476,7 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _has_flash(query: Tensor) -> bool:
-    if stands_for_gpu(query) or (isinstance(query, FakeTensor) and not torch.cuda.is_available()):
+    if is_gpu_stand_in(query) or (isinstance(query, FakeTensor) and not torch.cuda.is_available()):
         return True  # plans without a GPU assume flash attention
     is_nvidia = torch.version.hip is None and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _MIN_CAPABILITY

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.unit.state import RandomStates, ThreadModes, without_saved_tensors
 from megatrain.engine.unit.unit_run import optional_gradients
-from megatrain.engine.unit.weight_gradients import intercepting, new_leaf
+from megatrain.engine.unit.weight_gradients import intercept_leaves, new_leaf
 from megatrain.models.graph import find_layers
 from megatrain.models.small import small_model
 
@@ -164,11 +164,11 @@ class _TiledFunction(torch.autograd.Function):
         grads = grad_out.reshape(-1, grad_out.shape[-1])
         grad_hidden = hidden.new_empty(len(grads), hidden.shape[-1]) if needs_hidden else None
         with (
-            ctx.modes.applied(),
-            ctx.random.continued_from(ctx.random_state),
+            ctx.modes.apply(),
+            ctx.random.swap_in(ctx.random_state),
             torch.enable_grad(),
             tiled.bind(leaves),
-            intercepting(leaves),
+            intercept_leaves(leaves),
         ):
             for span, piece in tiled.pieces(hidden):
                 leaf = piece.detach().requires_grad_(needs_hidden)

@@ -2,7 +2,7 @@
 
 One pass over the model takes these steps:
 
-1. `Trunk.prepared` replaces every parameter by a placeholder without memory, and every unit's `forward` by a stub.
+1. `Trunk.prepare` replaces every parameter by a placeholder without memory, and every unit's `forward` by a stub.
 2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
   passes the call to the engine and suspends the forward (`suspend.py`).
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases and binds the weights, runs the unit for
@@ -34,7 +34,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine.device.host_io import read_numbers
 from megatrain.engine.head.chunked_head import PassLosses
 from megatrain.engine.head.cross_entropy import PLAIN
-from megatrain.engine.head.cut_head import CutHead, OwnLoss
+from megatrain.engine.head.cut_head import CutHead, ModelLoss
 from megatrain.engine.head.head_model import TrunkOutput, without_auxiliary_loss
 from megatrain.engine.head.head_plan import plan_head
 from megatrain.engine.head.loss import MicroBatchLoss, PartialMean
@@ -71,12 +71,12 @@ class QueuedLoss:
 
     Attributes:
         terms: Scalars on the compute device. The loss is their sum, added in order in double precision (decision 0099).
-        figures: Additional metrics that the loss reports.
+        metrics: Additional metrics that the loss reports.
     """
 
     terms: tuple[Tensor, ...]
     num_trained_tokens: int
-    figures: tuple[PartialMean, ...] = ()
+    metrics: tuple[PartialMean, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,17 @@ class PassOrder:
     """Order in which a pass runs units, micro-batches and chunks of logits. Only chunk sizes affect rounding.
 
     Attributes:
-        by: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a time.
+        mode: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs them one at a time.
         head_rows: Number of rows whose logits are computed at a time; None for the model's default. Compare only runs
             with the same value.
         head_columns: Number of vocabulary columns computed at a time; 0 for all columns; None for the default.
-        parts_in_turn: Whether all rows use one part of the vocabulary before any row uses the next part.
+        is_part_major: Whether all rows use one part of the vocabulary before any row uses the next part.
     """
 
-    by: Literal["layer", "micro_batch"] = "layer"
+    mode: Literal["layer", "micro_batch"] = "layer"
     head_rows: int | None = None
     head_columns: int | None = None
-    parts_in_turn: bool = False
+    is_part_major: bool = False
 
 
 class LayerRunner:
@@ -164,7 +164,7 @@ class LayerRunner:
             context or partial(graph.pass_context, is_compiled=compiler is not None),
         )
 
-    def _make_head(self, recompute: Recompute) -> CutHead | OwnLoss:
+    def _make_head(self, recompute: Recompute) -> CutHead | ModelLoss:
         """Return the cut head or the model's own loss. Raise `UnsupportedModelError` if the objective needs a cut."""
         model, order, refusal = self._graph.model, self._order, self._objective.loss.refusal
         plan = plan_head(self._graph)
@@ -177,11 +177,11 @@ class LayerRunner:
                 rows=order.head_rows,
                 columns=order.head_columns,
                 kept_parts=recompute.kept_parts,
-                in_turn=order.parts_in_turn,
+                is_part_major=order.is_part_major,
             )
         if refusal:
             raise UnsupportedModelError(type(model).__name__, f"it has its own loss function, {refusal}")
-        return OwnLoss(model)
+        return ModelLoss(model)
 
     def queue(
         self,
@@ -189,7 +189,7 @@ class LayerRunner:
         *,
         num_items: int | None = None,
         seed: int = 0,
-        first_number: int = 0,
+        first_index: int = 0,
         size: object = None,
     ) -> QueuedLoss:
         """Queue forward and backward of all micro-batches on the current stream, without a host sync.
@@ -201,42 +201,40 @@ class LayerRunner:
                 All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
             num_items: Divisor of the loss; None for the number of labels in these micro-batches.
             seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
-            first_number: Position of ``micro_batches[0]`` in the step.
+            first_index: Position of ``micro_batches[0]`` in the step.
             size: Result of ``Loss.size_of_step``; None if these micro-batches are the whole step.
 
         Raises:
             NoTrainedTokensError: If no position has a label.
         """
-        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
-        counts = [count_labels(labels) for labels in shifted]
-        total = sum(counts) if num_items is None else num_items
-        if total == 0:
+        targets = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
+        counts = [count_labels(labels) for labels in targets]
+        num_labels = sum(counts) if num_items is None else num_items
+        if num_labels == 0:
             raise NoTrainedTokensError(
-                f"none of the {sum(len(labels) for labels in shifted)} tokens of this step has a label; "
+                f"none of the {sum(len(labels) for labels in targets)} tokens of this step has a label; "
                 "check the loss mask (train_on) and the truncation of the data"
             )
-        numbers = list(range(len(micro_batches)))
-        groups = [numbers] if self._order.by == "layer" else [[number] for number in numbers]
+        indexes = list(range(len(micro_batches)))
+        groups = [indexes] if self._order.mode == "layer" else [[index] for index in indexes]
         losses: list[Tensor] = []
-        figures: list[PartialMean] = []
+        metrics: list[PartialMean] = []
         random_state = self._random.get()
-        loss, labelled = self._objective.loss, {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
-        read = {
-            number: loss.read(batch, shifted[number], labelled[number][0]) for number, batch in enumerate(micro_batches)
-        }
-        size = loss.size_of_step(micro_batches, shifted) if size is None else size
+        loss, host_rows = self._objective.loss, dict(enumerate(map(labelled_rows, targets)))
+        host_inputs = {i: loss.read(batch, targets[i], host_rows[i][0]) for i, batch in enumerate(micro_batches)}
+        size = loss.size_of_step(micro_batches, targets) if size is None else size
         try:
             # Stage all groups at once, because a second staging would wait for the copies of the first.
-            batches, rows, placed = self._micro_batches.place(dict(enumerate(micro_batches)), labelled, read)
-            by_number = {number: loss.for_micro_batch(read[number], placed[number], size) for number in numbers}
+            batches, rows, inputs = self._micro_batches.upload(dict(enumerate(micro_batches)), host_rows, host_inputs)
+            item_losses = {i: loss.for_micro_batch(host_inputs[i], inputs[i], size) for i in indexes}
             for group in groups:
-                own = {number: batches.pop(number) for number in group}
-                terms, own_figures = self.run_pass(own, rows, by_number, total, seed, first_number)
+                group_batches = {index: batches.pop(index) for index in group}
+                terms, pass_metrics = self.run_pass(group_batches, rows, item_losses, num_labels, seed, first_index)
                 losses += terms
-                figures += own_figures
+                metrics += pass_metrics
         finally:
             self._end_pass(random_state)
-        return QueuedLoss(tuple(losses), sum(counts), tuple(figures))
+        return QueuedLoss(tuple(losses), sum(counts), tuple(metrics))
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode, in layer order, and return the summed loss.
@@ -244,33 +242,33 @@ class LayerRunner:
         The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states are kept
         between units. The pass does not change the activation blocks, gradients or random states of training.
         """
-        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
-        counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
+        targets = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
+        counts = {index: count_labels(labels) for index, labels in enumerate(targets)}
         # Skip micro-batches without a label, but run at least one, because the pass must run all planned ticks.
-        counts = {number: count for number, count in counts.items() if count} or {0: 0}
+        counts = {index: count for index, count in counts.items() if count} or {0: 0}
         with (
-            self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows),
+            self._eval_mode(micro_batches, {index: targets[index] for index in counts}) as (batches, rows),
             self._trunk_outputs(batches, rows) as items,
-            self.head.started() as head,
+            self.head.open() as head,
         ):
             losses = head.evaluate(items)
         return SummedLoss(tuple(read_numbers(losses)), sum(counts.values()))
 
     @contextmanager
-    def _evaluating(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
+    def _eval_mode(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], targets: Mapping[int, Tensor]
     ) -> Iterator[tuple[dict[int, dict[str, Any]], dict[int, LabelledRows]]]:
         """Switch the model to eval mode, and yield micro-batches and their labelled rows on the compute device.
 
         Args:
-            shifted: Next-token labels [B * S] on the host, by number. Only these micro-batches are yielded.
+            targets: Next-token labels [B * S] on the host, by number. Only these micro-batches are yielded.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
         try:
-            chosen = {number: micro_batches[number] for number in shifted}
-            labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
-            batches, rows, _ = self._micro_batches.place(chosen, labelled)
+            host_batches = {index: micro_batches[index] for index in targets}
+            host_rows = {index: labelled_rows(labels) for index, labels in targets.items()}
+            batches, rows, _ = self._micro_batches.upload(host_batches, host_rows)
             yield batches, rows
         finally:
             model.train()
@@ -297,8 +295,8 @@ class LayerRunner:
         Raises:
             UnsupportedModelError: If ``on_hidden`` is given, but the model's hidden states are not available.
         """
-        shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
-        with self._evaluating(micro_batches, shifted) as (batches, rows):
+        targets = {index: shifted_labels(batch["labels"]).reshape(-1) for index, batch in enumerate(micro_batches)}
+        with self._eval_mode(micro_batches, targets) as (batches, rows):
             return list(self.score_pass(batches, rows, k, temperature, on_hidden))
 
     def score_pass(
@@ -314,7 +312,7 @@ class LayerRunner:
             if on_hidden is not None:
                 for item in items:
                     on_hidden(item.micro_batch, self.head.last_hidden(item.output))
-            with self.head.started() as head:
+            with self.head.open() as head:
                 yield from head.score(items, k, temperature)
 
     @contextmanager
@@ -322,7 +320,7 @@ class LayerRunner:
         self, batches: Mapping[int, dict[str, Any]], rows: Mapping[int, LabelledRows]
     ) -> Iterator[list[TrunkOutput]]:
         """Run the forwards of an evaluation up to the head, and yield their outputs."""
-        with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
+        with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepare():
             yield self._run_trunk(batches, rows)
 
     def _run_trunk(
@@ -332,19 +330,19 @@ class LayerRunner:
         losses: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
         *,
         seed: int = 0,
-        first_number: int = 0,
+        first_index: int = 0,
     ) -> list[TrunkOutput]:
         """Run the forwards up to the head, and return the inputs of the head. Evaluations pass no losses."""
         return [
             TrunkOutput(
-                number,
+                index,
                 output,
-                without_labels(batches[number]),
-                *rows[number],
+                without_labels(batches[index]),
+                *rows[index],
                 random_state,
-                losses.get(number, PLAIN),
+                losses.get(index, PLAIN),
             )
-            for number, output, random_state in self._trunk.run(batches, seed, first_number)
+            for index, output, random_state in self._trunk.run(batches, seed, first_index)
         ]
 
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -352,9 +350,9 @@ class LayerRunner:
 
         Only models without a chunked head are supported. They have only a few outputs per text or token.
         """
-        assert isinstance(self.head, OwnLoss), "a model with a chunked head has no whole logits"
-        shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
-        with self._evaluating(micro_batches, shifted) as (batches, rows), self._trunk_outputs(batches, rows) as items:
+        assert isinstance(self.head, ModelLoss), "a model with a chunked head has no whole logits"
+        targets = {index: shifted_labels(batch["labels"]).reshape(-1) for index, batch in enumerate(micro_batches)}
+        with self._eval_mode(micro_batches, targets) as (batches, rows), self._trunk_outputs(batches, rows) as items:
             return [item.output["logits"].float().cpu() for item in items]
 
     def log_probs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
@@ -366,23 +364,23 @@ class LayerRunner:
         shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
         counts = [[count_labels(row) for row in labels] for labels in shifted]
         # Run at least one micro-batch, even without a label, because the pass must run all planned ticks.
-        chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
-        labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
+        indexes = [index for index, row_counts in enumerate(counts) if any(row_counts)] or [0]
+        targets = {index: shifted[index].reshape(-1) for index in indexes}
         assert isinstance(self.head, CutHead), "a model with its own loss has no log-probabilities"
         with (
-            self._evaluating(micro_batches, labels_of_chosen) as (batches, rows),
+            self._eval_mode(micro_batches, targets) as (batches, rows),
             self._trunk_outputs(batches, rows) as items,
-            self.head.started() as head,
+            self.head.open() as head,
         ):
-            found = head.log_probs(items)
+            log_probs = head.log_probs(items)
             sums = [
                 part.sum()
-                for number, each in zip(chosen, found, strict=True)
-                for part in torch.split(each, counts[number])
+                for index, row_log_probs in zip(indexes, log_probs, strict=True)
+                for part in torch.split(row_log_probs, counts[index])
             ]
-        numbers = iter(read_numbers(sums))
-        by_number = {number: [next(numbers) for _ in counts[number]] for number in chosen}
-        return [by_number.get(number, [0.0] * len(own)) for number, own in enumerate(counts)]
+        values = iter(read_numbers(sums))
+        sums_by_index = {index: [next(values) for _ in counts[index]] for index in indexes}
+        return [sums_by_index.get(index, [0.0] * len(row_counts)) for index, row_counts in enumerate(counts)]
 
     # -- one pass over a group of micro-batches ----------------------------------------------------------------
 
@@ -390,35 +388,35 @@ class LayerRunner:
         self,
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, LabelledRows],
-        losses_by_number: Mapping[int, MicroBatchLoss],
+        micro_batch_losses: Mapping[int, MicroBatchLoss],
         num_items: int,
         seed: int,
-        first_number: int = 0,
+        first_index: int = 0,
     ) -> tuple[list[Tensor], list[PartialMean]]:
         """Run forward and backward of one group of micro-batches, and return their loss terms and metrics.
 
         Args:
             rows: Labelled positions and their shifted labels.
-            first_number: Position of micro-batch 0 in the step.
+            first_index: Position of micro-batch 0 in the step.
         """
         with (
             torch.enable_grad(),
-            self._trunk.prepared(),
+            self._trunk.prepare(),
             self._objective.applied(self._graph.model),
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
             # Keep no reference to the outputs, so that those that the backward does not need are freed.
-            found = self._run_head(
-                self._run_trunk(batches, rows, losses_by_number, seed=seed, first_number=first_number), num_items
+            losses = self._run_head(
+                self._run_trunk(batches, rows, micro_batch_losses, seed=seed, first_index=first_index), num_items
             )
             self.visits.start_backward()
-            if found.roots:
-                torch.autograd.backward(found.roots, found.gradients)
+            if losses.roots:
+                torch.autograd.backward(losses.roots, losses.gradients)
             self.visits.end_backward()
-        return found.terms, found.figures
+        return losses.terms, losses.metrics
 
     def _run_head(self, items: Sequence[TrunkOutput], num_items: int) -> PassLosses:
-        with self.head.started() as head:
+        with self.head.open() as head:
             return head.run(items, num_items)
 
     def _end_pass(self, random_state: tuple[Tensor, ...]) -> None:
@@ -429,11 +427,11 @@ class LayerRunner:
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Move a model's buffers to a device. Buffers that share a tensor continue to share one tensor."""
-    moved: dict[int, Tensor] = {}
+    moved_buffers: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             # A device without an index matches any index of its type.
             if buffer is None or (buffer.device.type == device.type and device.index in (None, buffer.device.index)):
                 continue
-            moved.setdefault(id(buffer), buffer.to(device))
-            module._buffers[leaf] = moved[id(buffer)]
+            moved_buffers.setdefault(id(buffer), buffer.to(device))
+            module._buffers[leaf] = moved_buffers[id(buffer)]

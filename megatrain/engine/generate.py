@@ -22,7 +22,7 @@ from megatrain.engine.lockstep import RepeatedPasses, Stop, run_in_lockstep
 from megatrain.engine.program.block_access import MatrixParts, WeightAccess
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.unit.absent_weights import placeholder
-from megatrain.engine.unit.bound_unit import BoundUnit, read_containers, units_stubbed
+from megatrain.engine.unit.bound_unit import BoundUnit, read_containers, stub_units
 from megatrain.engine.unit.idle import RoutedWeights
 from megatrain.engine.unit.state import RandomStates
 from megatrain.engine.unit.suspend import SuspendedForward
@@ -72,7 +72,7 @@ class GenerationRunner:
         self._bounds = list(bounds) if bounds is not None else [BoundUnit(unit, device) for unit in graph.units]
         self._trace = trace
         self._random = RandomStates(device)
-        self._whole: dict[str, Tensor] = {}
+        self._whole_weights: dict[str, Tensor] = {}
         self.kept_nbytes: dict[int, int] = {}
 
     def run(
@@ -97,55 +97,55 @@ class GenerationRunner:
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
-        kept = [_KeptCache(cache) for cache in caches]
+        kept_caches = [_KeptCache(cache) for cache in caches]
         forwards: list[SuspendedForward] = []
         passes = RepeatedPasses(self._graph, self._trace, self._any_rank, on_pass)
         try:
-            with torch.no_grad(), self._prepared():
-                for number, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
-                    started = _ignoring_argument(function)
-                    forwards.append(SuspendedForward(number, started, self._random, self._device, seed))
+            with torch.no_grad(), self._prepare():
+                for index, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
+                    wrapper = _ignoring_argument(function)
+                    forwards.append(SuspendedForward(index, wrapper, self._random, self._device, seed))
                 on_pass(0)
-                run_in_lockstep(forwards, passes, lambda stop: self._visit(stop, forwards, kept))
+                run_in_lockstep(forwards, passes, lambda stop: self._visit(stop, forwards, kept_caches))
         finally:
             model.train()
             self._random.set(random_state)
-            self._whole.clear()
-        self.kept_nbytes = kept[0].nbytes if kept else {}
+            self._whole_weights.clear()
+        self.kept_nbytes = kept_caches[0].nbytes if kept_caches else {}
         return [forward.result for forward in forwards]
 
     def _visit(
-        self, stop: Stop, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
+        self, stop: Stop, forwards: Sequence[SuspendedForward], caches: Sequence[_KeptCache]
     ) -> list[Callable[[], Any]]:
         """Run a unit for every waiting forward. Return one function per call, which returns the call's result."""
-        visit, bound = stop.number, self._bounds[stop.unit]
+        visit, bound = stop.index, self._bounds[stop.unit]
         self._access.begin("forward", visit)
         results: list[Callable[[], Any]] = []
-        calls = [forward.call for forward in stop.waiting if forward.call is not None]
+        calls = [forward.call for forward in stop.forwards if forward.call is not None]
         if not calls:  # all prompts of this process have ended, but other processes continue
             with self._access.weights(bound.unit, visit):
-                for number in range(max(len(forwards), self._num_micro_batches)):
-                    with self._access.cache_block(visit, number):
+                for index in range(max(len(forwards), self._num_micro_batches)):
+                    with self._access.cache_block(visit, index):
                         pass
             return []
-        routed = RoutedWeights(bound, visit, self._access)
-        routed.record_calls(calls)
-        with routed.leased() as weights, bound.bound(self._with_whole_head(bound.unit, weights)):
+        routed_weights = RoutedWeights(bound, visit, self._access)
+        routed_weights.record_calls(calls)
+        with routed_weights.lease() as weights, bound.bind(self._with_whole_head(bound.unit, weights)):
             bound.look_up(calls)
             call_index = 0
-            for forward, cache in zip(forwards, kept, strict=True):
+            for forward, cache in zip(forwards, caches, strict=True):
                 # Also lease blocks of forwards that have ended, because a pass's traffic must not depend on tokens.
                 with self._access.cache_block(visit, forward.micro_batch) as block:
                     if forward.call is None:
                         continue
                     bound.rows.call_index, call_index = call_index, call_index + 1
-                    with cache.loaded(visit, block), forward.modes.applied():
+                    with cache.load(visit, block), forward.modes.apply():
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)
                         forward.random_state = self._random.get()
                     results.append(_constant_function(value))
-            for absent in range(len(forwards), self._num_micro_batches):
-                with self._access.cache_block(visit, absent):
+            for slot in range(len(forwards), self._num_micro_batches):
+                with self._access.cache_block(visit, slot):
                     pass
         return results
 
@@ -155,33 +155,33 @@ class GenerationRunner:
         """Return the weights to bind. Only the head needs whole weights, so its parts are copied into one tensor."""
         if unit.module is not self._graph.model.get_output_embeddings():
             return weights
-        return {name: self._whole_weight(name, each) for name, each in weights.items()}
+        return {name: self._whole_weight(name, weight) for name, weight in weights.items()}
 
     def _whole_weight(self, name: str, weight: Tensor | MatrixParts) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        whole = self._whole.get(name)  # all passes share one buffer
-        for number, rows in enumerate(weight.rows):
-            with weight.part(number) as part:
-                if whole is None:
-                    whole = self._whole[name] = part.new_empty(weight.shape)
-                whole[rows.start : rows.stop].copy_(part)
-        assert whole is not None, name
-        return whole
+        buffer = self._whole_weights.get(name)  # all passes share one buffer
+        for index, rows in enumerate(weight.rows):
+            with weight.part(index) as part:
+                if buffer is None:
+                    buffer = self._whole_weights[name] = part.new_empty(weight.shape)
+                buffer[rows.start : rows.stop].copy_(part)
+        assert buffer is not None, name
+        return buffer
 
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
+    def _prepare(self) -> Iterator[None]:
         """Replace weights by placeholders and units' forwards by stubs. The model's forward loads containers."""
         model, units = self._graph.model, self._graph.units
         forward = model.forward
 
-        def with_containers(*args: Any, **kwargs: Any) -> Any:
+        def load_containers(*args: Any, **kwargs: Any) -> Any:
             for parameters, leaf, value in read_containers(units):
                 parameters[leaf] = value
             return forward(*args, **kwargs)
 
         has_containers = any(unit.is_container for unit in units)
-        with units_stubbed(self._bounds, {model: with_containers} if has_containers else {}):
+        with stub_units(self._bounds, {model: load_containers} if has_containers else {}):
             yield
 
 
@@ -213,47 +213,47 @@ class _KeptCache:
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._of_visit: dict[int, list[_CacheTensor]] = {}
-        self._absent: set[int] = set()  # ids of the placeholders that the cache contains now
+        self._tensors_by_visit: dict[int, list[_CacheTensor]] = {}
+        self._placeholder_ids: set[int] = set()  # ids of the placeholders that the cache contains now
 
     @property
     def nbytes(self) -> dict[int, int]:
         """Bytes that each visit's block currently needs, by visit."""
-        found = {visit: kept[-1] for visit, kept in self._of_visit.items() if kept}
-        return {visit: last.start + aligned(last.shape.numel() * last.dtype.itemsize) for visit, last in found.items()}
+        last_tensors = {visit: tensors[-1] for visit, tensors in self._tensors_by_visit.items() if tensors}
+        return {visit: t.start + align(t.shape.numel() * t.dtype.itemsize) for visit, t in last_tensors.items()}
 
     @contextmanager
-    def loaded(self, visit: int, block: Tensor | None) -> Iterator[None]:
+    def load(self, visit: int, block: Tensor | None) -> Iterator[None]:
         """Load a visit's tensors from ``block`` into the cache. On exit, move the cache's tensors back to ``block``."""
-        for each in self._of_visit.get(visit, ()):
+        for entry in self._tensors_by_visit.get(visit, ()):
             assert block is not None, visit
-            nbytes = each.shape.numel() * each.dtype.itemsize
-            self._absent.discard(id(each.holder[each.key]))
-            each.holder[each.key] = block[each.start : each.start + nbytes].view(each.dtype).view(each.shape)
+            nbytes = entry.shape.numel() * entry.dtype.itemsize
+            self._placeholder_ids.discard(id(entry.holder[entry.key]))
+            entry.holder[entry.key] = block[entry.start : entry.start + nbytes].view(entry.dtype).view(entry.shape)
         yield
-        found = [place for place in _cache_tensors(self._cache) if id(place[0][place[1]]) not in self._absent]
-        if block is None and any(holder[key].numel() for holder, key in found):
+        slots = [slot for slot in _cache_tensors(self._cache) if id(slot[0][slot[1]]) not in self._placeholder_ids]
+        if block is None and any(holder[key].numel() for holder, key in slots):
             raise UnsupportedModelError(
                 "the model", f"visit {visit} stores a tensor in the cache, which it did not do in other forwards"
             )
         if block is None:
             return
-        taken = [holder[key] for holder, key in found]
+        tensors = [holder[key] for holder, key in slots]
         # An unchanged tensor is still a view of the block. Clone it first, because its place in the block may change.
-        taken = [each.clone() if _shares_memory(each, block) else each for each in taken]
-        kept, start = [], 0
-        for (holder, key), tensor in zip(found, taken, strict=True):
+        tensors = [entry.clone() if _shares_memory(entry, block) else entry for entry in tensors]
+        entries, start = [], 0
+        for (holder, key), tensor in zip(slots, tensors, strict=True):
             nbytes = tensor.numel() * tensor.element_size()
             assert start + nbytes <= len(block), f"visit {visit}: the cache is larger than planned"
             block[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-            kept.append(_CacheTensor(holder, key, tensor.shape, tensor.dtype, start))
+            entries.append(_CacheTensor(holder, key, tensor.shape, tensor.dtype, start))
             holder[key] = placeholder(tensor.shape, tensor.dtype, tensor.device)
-            self._absent.add(id(holder[key]))
-            start += aligned(nbytes)
-        self._of_visit[visit] = kept
+            self._placeholder_ids.add(id(holder[key]))
+            start += align(nbytes)
+        self._tensors_by_visit[visit] = entries
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     """Round a tensor's size up to the alignment of tensors in a block."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 

@@ -25,14 +25,14 @@ class Stop:
     """Next visit in lockstep, with the forwards that wait for it.
 
     Attributes:
-        number: Position of the visit in its pass.
+        index: Position of the visit in its pass.
         unit: Index of the unit.
-        waiting: Forwards that wait at the unit. Other forwards have ended, or skip the unit.
+        forwards: Forwards that wait at the unit. Other forwards have ended, or skip the unit.
     """
 
-    number: int
+    index: int
     unit: int
-    waiting: list[SuspendedForward]
+    forwards: list[SuspendedForward]
 
 
 def run_in_lockstep(
@@ -49,7 +49,7 @@ def run_in_lockstep(
             forward.start()
         while (stop := itinerary.next_stop(forwards)) is not None:
             results = visit(stop)
-            for forward in stop.waiting:
+            for forward in stop.forwards:
                 forward.resume(results.pop(0))  # pop frees each result after its use
     finally:
         for forward in forwards:
@@ -65,15 +65,15 @@ class Itinerary:
 
     def __init__(self, graph: ModelGraph, trace: VisitTrace | None) -> None:
         self._graph, self._trace = graph, trace
-        self._number = 0  # position of the next visit in its pass
+        self._visit_index = 0  # position of the next visit in its pass
 
     def next_stop(self, forwards: Sequence[SuspendedForward]) -> Stop | None:
         """Return the next visit, or None at the end."""
         raise NotImplementedError
 
-    def _stop_at(self, unit: int, waiting: list[SuspendedForward]) -> Stop:
-        self._number += 1
-        return Stop(self._number - 1, unit, waiting)
+    def _stop_at(self, unit: int, forwards: list[SuspendedForward]) -> Stop:
+        self._visit_index += 1
+        return Stop(self._visit_index - 1, unit, forwards)
 
     def _common_unit(self, next_units: set[int | None], subject: str, advice: str = "") -> int:
         """Return the unit that all forwards call next. Raise `VisitOrderError` if they differ or deviate from the plan.
@@ -82,17 +82,17 @@ class Itinerary:
             next_units: Units that forwards call next; None for a forward that has ended.
             subject: Name of the forwards in the error message.
         """
-        units, number = self._graph.units, self._number
+        units, visit_index = self._graph.units, self._visit_index
         if len(next_units) > 1:
-            names = sorted("the end" if index is None else units[index].name for index in next_units)
-            raise VisitOrderError(f"{subject} reach different units at visit {number}: {', '.join(names)}{advice}")
+            names = sorted("the end" if unit_index is None else units[unit_index].name for unit_index in next_units)
+            raise VisitOrderError(f"{subject} reach different units at visit {visit_index}: {', '.join(names)}{advice}")
         (unit,) = next_units
         assert unit is not None
         if self._trace is not None:
-            expected = self._trace.visits[number].unit if number < len(self._trace.visits) else None
+            expected = self._trace.visits[visit_index].unit if visit_index < len(self._trace.visits) else None
             if expected != unit:
-                planned = "the end of the forward" if expected is None else units[expected].name
-                raise VisitOrderError(f"visit {number} is {units[unit].name}, but {planned} was planned")
+                planned_name = "the end of the forward" if expected is None else units[expected].name
+                raise VisitOrderError(f"visit {visit_index} is {units[unit].name}, but {planned_name} was planned")
         return unit
 
 
@@ -106,7 +106,7 @@ class SinglePass(Itinerary):
             return None
         unit = self._optional_unit(forwards)
         if unit is not None:
-            return self._stop_at(unit, [each for each in forwards if each.call and each.call.unit_index == unit])
+            return self._stop_at(unit, [f for f in forwards if f.call and f.call.unit_index == unit])
         next_units = {forward.call.unit_index if forward.call else None for forward in forwards}
         unit = self._common_unit(
             next_units,
@@ -121,16 +121,18 @@ class SinglePass(Itinerary):
         A planned visit takes place even if no forward waits, so that traffic does not depend on the data.
         """
         if self._trace is not None:
-            reached = [visit.unit for visit in self._trace.visits[self._number : self._number + 1]]
+            units = [visit.unit for visit in self._trace.visits[self._visit_index : self._visit_index + 1]]
         else:
-            reached = [forward.call.unit_index for forward in forwards if forward.call is not None]
-        return next((unit for unit in reached if unit in self._graph.optional_units), None)
+            units = [forward.call.unit_index for forward in forwards if forward.call is not None]
+        return next((unit for unit in units if unit in self._graph.optional_units), None)
 
     def _check_count(self) -> None:
         """Raise `VisitOrderError` if the forwards ended before all planned visits."""
-        planned = None if self._trace is None else sum(not visit.is_head for visit in self._trace.visits)
-        if planned not in (None, self._number):
-            raise VisitOrderError(f"the forward ended after {self._number} unit calls, but {planned} were planned")
+        num_planned = None if self._trace is None else sum(not visit.is_head for visit in self._trace.visits)
+        if num_planned not in (None, self._visit_index):
+            raise VisitOrderError(
+                f"the forward ended after {self._visit_index} unit calls, but {num_planned} were planned"
+            )
 
 
 class RepeatedPasses(Itinerary):
@@ -156,15 +158,17 @@ class RepeatedPasses(Itinerary):
 
     def next_stop(self, forwards: Sequence[SuspendedForward]) -> Stop | None:
         """Return the next visit, or None if all functions of all ranks have ended."""
-        waiting = [forward for forward in forwards if forward.call is not None]
-        units: set[int | None] = {forward.call.unit_index for forward in waiting if forward.call is not None}
-        if self._trace is not None and self._number == len(self._trace.visits):
+        callers = [forward for forward in forwards if forward.call is not None]
+        units: set[int | None] = {forward.call.unit_index for forward in callers if forward.call is not None}
+        if self._trace is not None and self._visit_index == len(self._trace.visits):
             if not (units if self._any_rank is None else self._any_rank(bool(units))):
                 return None
-            self._number, self._num_passes = 0, self._num_passes + 1
+            self._visit_index, self._num_passes = 0, self._num_passes + 1
             self._on_pass(self._num_passes)
         if not units:
             if self._any_rank is None or self._trace is None:
                 return None
-            units = {self._trace.visits[self._number].unit}  # join the pass, because prompts of other ranks continue
-        return self._stop_at(self._common_unit(units, "prompts"), waiting)
+            units = {
+                self._trace.visits[self._visit_index].unit
+            }  # join the pass, because prompts of other ranks continue
+        return self._stop_at(self._common_unit(units, "prompts"), callers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.batch_keys import IGNORED_LABEL, LOSS_PREFIX
-from megatrain.engine.device.device_kernels import reads_sync_host
+from megatrain.engine.device.device_kernels import has_sync_reads
 from megatrain.engine.device.host_io import HostMirror, Staging
 
 #: Labelled positions of a micro-batch, and their labels.
@@ -23,20 +23,20 @@ def shifted_labels(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
 
 
-def count_labels(shifted: Tensor) -> int:
-    """Return the number of labelled positions. ``shifted`` must be on the host."""
-    return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
+def count_labels(labels: Tensor) -> int:
+    """Return the number of labelled positions. ``labels`` must be on the host."""
+    return int(np.count_nonzero(labels.numpy() != IGNORED_LABEL))
 
 
-def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
+def labelled_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labelled positions [N] and their labels [N].
 
     Args:
-        shifted: Shifted labels [B * S], on the host.
+        labels: Shifted labels [B * S], on the host.
     """
-    labels = shifted.numpy()
-    rows = np.flatnonzero(labels != IGNORED_LABEL)
-    return torch.from_numpy(rows), torch.from_numpy(labels[rows])
+    values = labels.numpy()
+    rows = np.flatnonzero(values != IGNORED_LABEL)
+    return torch.from_numpy(rows), torch.from_numpy(values[rows])
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,43 +53,43 @@ class MicroBatches:
 
     def __init__(self, device: torch.device) -> None:
         self._staging = Staging(device)
-        self.mirror = HostMirror() if reads_sync_host(device) else None
+        self.mirror = HostMirror() if has_sync_reads(device) else None
 
-    def place(
+    def upload(
         self,
         micro_batches: Mapping[int, Mapping[str, Tensor]],
-        labelled: Mapping[int, LabelledRows],
-        read_by_loss: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
+        host_rows: Mapping[int, LabelledRows],
+        host_inputs: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
     ) -> tuple[dict[int, dict[str, Any]], dict[int, LabelledRows], dict[int, dict[str, Tensor]]]:
         """Copy micro-batches, labelled rows and inputs of the loss to the compute device, without a host sync.
 
         Args:
             micro_batches: Host tensors of all micro-batches, by number. A second call waits for earlier copies.
-            labelled: Labelled positions and their labels, by number.
-            read_by_loss: Results of ``Loss.read``, by number; empty if the loss needs no inputs.
+            host_rows: Labelled positions and their labels, by number.
+            host_inputs: Results of ``Loss.read``, by number; empty if the loss needs no inputs.
 
         Returns:
             Device copies of the three arguments, by number. Inputs of the loss are omitted from micro-batches.
         """
-        host = {
-            (number, key): value
-            for number, batch in micro_batches.items()
+        host_tensors = {
+            (index, key): value
+            for index, batch in micro_batches.items()
             for key, value in batch.items()
             if not key.startswith(LOSS_PREFIX)
         }
-        for_loss: dict[tuple[int, int, str], Tensor] = {}
-        for number, (positions, labels) in labelled.items():
-            for_loss |= {(number, 0, "positions"): positions, (number, 0, "labels"): labels}
-            for_loss |= {(number, 1, name): tensor for name, tensor in read_by_loss.get(number, {}).items()}
-        placed = self._staging.upload({**host, **for_loss})
-        batches: dict[int, dict[str, Any]] = {number: {} for number in micro_batches}
-        for (number, key), tensor in host.items():
-            batches[number][key] = placed[number, key]
+        loss_tensors: dict[tuple[int, int, str], Tensor] = {}
+        for index, (positions, labels) in host_rows.items():
+            loss_tensors |= {(index, 0, "positions"): positions, (index, 0, "labels"): labels}
+            loss_tensors |= {(index, 1, name): tensor for name, tensor in host_inputs.get(index, {}).items()}
+        copies = self._staging.upload({**host_tensors, **loss_tensors})
+        batches: dict[int, dict[str, Any]] = {index: {} for index in micro_batches}
+        for (index, key), tensor in host_tensors.items():
+            batches[index][key] = copies[index, key]
             if self.mirror is not None:
-                self.mirror.register(placed[number, key], tensor)
-        rows = {number: (placed[number, 0, "positions"], placed[number, 0, "labels"]) for number in labelled}
-        read = {number: {name: placed[number, 1, name] for name in read_by_loss.get(number, {})} for number in labelled}
-        return batches, rows, read
+                self.mirror.register(copies[index, key], tensor)
+        rows = {index: (copies[index, 0, "positions"], copies[index, 0, "labels"]) for index in host_rows}
+        loss_inputs = {i: {name: copies[i, 1, name] for name in host_inputs.get(i, {})} for i in host_rows}
+        return batches, rows, loss_inputs
 
     def forget(self) -> None:
         """Drop the host copies at the end of the pass."""

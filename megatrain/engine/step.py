@@ -20,7 +20,7 @@ import torch
 
 from megatrain.base.progress import Activity
 from megatrain.engine.forward import LayerRunner, PassOrder, QueuedLoss
-from megatrain.engine.head.loss import mean_figures
+from megatrain.engine.head.loss import mean_metrics
 from megatrain.engine.micro_batches import count_labels, shifted_labels
 from megatrain.engine.tape.access import StoreAccess
 from megatrain.engine.tape.updates import LayerScales, PendingUpdate, Updater
@@ -51,16 +51,16 @@ class StepResult:
         loss: Token-weighted mean over the step, before the update.
         grad_norm: Global gradient norm before clipping.
         skipped: Whether the step updates no weights, because gradients were not finite.
-        left_out: Layers that are not updated, because their gradients were not finite.
-        figures: Metrics of the loss, by name.
+        skipped_layers: Layers that are not updated, because their gradients were not finite.
+        metrics: Metrics of the loss, by name.
     """
 
     loss: float
     grad_norm: float
     num_trained_tokens: int
     skipped: bool = False
-    left_out: tuple[str, ...] = ()
-    figures: Mapping[str, float] = field(default_factory=dict)
+    skipped_layers: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepEngine:
@@ -104,7 +104,7 @@ class StepEngine:
                 recipe.order,
                 model.trace.head_rows or None,
                 model.trace.head_columns,
-                parts_in_turn=any(model.trace.visits[visit].is_head for visit, _ in program.cuts.passing),
+                is_part_major=any(model.trace.visits[visit].is_head for visit, _ in program.cuts.passing),
             ),
             trace=model.trace,
             objective=recipe.objective,
@@ -112,13 +112,13 @@ class StepEngine:
             compiler=recipe.compiler,
             activity=activity,
         )
-        self._defers = program.updates.are_deferred
+        self._are_deferred = program.updates.are_deferred
         self._pending: PendingUpdate | None = None  # update of the last step, run by the next step
-        self._unusable = ""  # error text after a step with incomplete updates
+        self._failure = ""  # error text after a step with incomplete updates
         self.num_updates = 0
 
-    def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
-        """Run optimizer step ``number`` (from 0) on its micro-batches.
+    def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, step_index: int, lr: float) -> StepResult:
+        """Run optimizer step ``step_index`` (from 0) on its micro-batches.
 
         The update runs in the next step, or in ``finish_updates`` if that is called first. Do not read weights or
         optimizer state before then. If all blocks are in device memory, this step already queues the update.
@@ -129,89 +129,91 @@ class StepEngine:
                 later call raises this error.
             NoTrainedTokensError: If no position of the step has a label.
         """
-        self._refuse_if_unusable()
-        scales = None if self._defers else LayerScales(self._recipe.max_grad_norm, self._recipe.nonfinite)
+        self._raise_if_failed()
+        scales = None if self._are_deferred else LayerScales(self._recipe.max_grad_norm, self._recipe.nonfinite)
         num_tokens = _num_tokens(micro_batches)
         with self._access.background:
             if scales is None:
-                self._access.start_step(number, self._pending, num_tokens=num_tokens)
+                self._access.start_step(step_index, self._pending, num_tokens=num_tokens)
             else:
                 update = self._next_update(lr, scale=1.0)
-                self._access.start_step(number, immediate=update, scales=scales, num_tokens=num_tokens)
-            queued = self._queue(micro_batches, seed=self._recipe.seed + number)
+                self._access.start_step(step_index, immediate_update=update, scales=scales, num_tokens=num_tokens)
+            queued_loss = self._queue(micro_batches, seed=self._recipe.seed + step_index)
             self._access.end_step()
             self._pending = None  # the step has updated all groups
-            # Queue the transfer of loss, norms and figures to the host.
-            arriving = self._access.sharding.collect_results(self._layouts, queued.terms, queued.figures)
-            if self._access.updates_ahead:
+            # Queue the transfer of loss, norms and metrics to the host.
+            read_results = self._access.sharding.collect_results(self._layouts, queued_loss.terms, queued_loss.metrics)
+            if self._access.can_update_ahead:
                 # Queue updates before the host waits. The device then updates while the host begins the next step.
                 self._access.update_ahead(
-                    PendingUpdate(number, self._update_on_device(lr), self._access.step_gradients.with_gradient)
+                    PendingUpdate(step_index, self._update_on_device(lr), self._access.step_gradients.with_gradient)
                 )
-        result = self._read(queued, arriving)
+        result = self._read(queued_loss, read_results)
         loss, norm = result.loss, result.grad_norm
         if scales is not None:
-            return self._with_skipped_layers(scales, result, number)
+            return self._check_skipped_layers(scales, result, step_index)
         scale = gradient_scale(norm, self._recipe.max_grad_norm, self._recipe.nonfinite)
         if scale is not None:
             update = self._next_update(lr, scale=scale)
         elif self._recipe.nonfinite == "stop":
             raise NonFiniteGradientError(
-                f"step {number + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "
+                f"step {step_index + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "
                 f"{_ADVICE}"
             )
         else:
             return replace(result, skipped=True)
-        if not self._access.updates_ahead:
-            self._pending = PendingUpdate(number, update, self._access.step_gradients.with_gradient)
+        if not self._access.can_update_ahead:
+            self._pending = PendingUpdate(step_index, update, self._access.step_gradients.with_gradient)
         return result
 
-    def _with_skipped_layers(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
+    def _check_skipped_layers(self, scales: LayerScales, result: StepResult, step_index: int) -> StepResult:
         """Add skipped layers to a step's result, or raise an error if the recipe does not skip nonfinite gradients."""
-        if not scales.left_out:
+        if not scales.skipped_layers:
             return result
         if not scales.num_used:
             self.num_updates -= 1
         if self._recipe.nonfinite == "skip":
-            return replace(result, skipped=not scales.num_used, left_out=tuple(scales.left_out))
-        what = "nothing was updated in this step"
+            return replace(result, skipped=not scales.num_used, skipped_layers=tuple(scales.skipped_layers))
+        effect = "nothing was updated in this step"
         if scales.num_used:
-            what = (
+            effect = (
                 f"{scales.num_used} layers closest to the loss were already updated in this step, so the run "
                 "must resume from its last checkpoint"
             )
-        text = f"step {number + 1}: the gradient of {scales.left_out[0]} is not finite (loss {result.loss}); {what}"
-        self._unusable = text if scales.num_used else ""
+        failure = f"step {step_index + 1}: the gradient of {scales.skipped_layers[0]}"
+        text = f"{failure} is not finite (loss {result.loss}); {effect}"
+        self._failure = text if scales.num_used else ""
         raise NonFiniteGradientError(f"{text}. {_ADVICE}")
 
-    def _refuse_if_unusable(self) -> None:
-        if self._unusable:
-            raise NonFiniteGradientError(self._unusable)
+    def _raise_if_failed(self) -> None:
+        if self._failure:
+            raise NonFiniteGradientError(self._failure)
 
     def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
         """Queue forward and backward of this rank's micro-batches."""
-        own = self._program.sharding.lanes.rank_micro_batches(self._program.sharding.shards.rank, len(micro_batches))
-        if len(own) == len(micro_batches):
+        sharding = self._program.sharding
+        indexes = sharding.lanes.rank_micro_batches(sharding.shards.rank, len(micro_batches))
+        if len(indexes) == len(micro_batches):
             return self._runner.queue(micro_batches, seed=seed)
-        shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]
-        counts = [count_labels(labels) for labels in shifted]
-        queued = self._runner.queue(
-            [micro_batches[number] for number in own],
+        targets = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
+        counts = [count_labels(labels) for labels in targets]
+        queued_loss = self._runner.queue(
+            [micro_batches[index] for index in indexes],
             num_items=sum(counts),
             seed=seed,
-            first_number=own.start,
-            size=self._recipe.objective.loss.size_of_step(micro_batches, shifted),
+            first_index=indexes.start,
+            size=self._recipe.objective.loss.size_of_step(micro_batches, targets),
         )
-        return replace(queued, num_trained_tokens=sum(counts))
+        return replace(queued_loss, num_trained_tokens=sum(counts))
 
-    def _read(self, queued: QueuedLoss, arriving: Callable[[], HostResults]) -> StepResult:
+    def _read(self, queued_loss: QueuedLoss, read_results: Callable[[], HostResults]) -> StepResult:
         """Wait for the results of all ranks, and return the step's result. A step has no other host sync."""
-        terms, figures = arriving()
+        terms, metrics = read_results()
         return StepResult(
             float(sum(terms)),
             global_norm([float(self._access.step_gradients.squared_norms[layout.name]) for layout in self._layouts]),
-            queued.num_trained_tokens,
-            figures=self._recipe.objective.loss.step_metrics(mean_figures(figures)),
+            queued_loss.num_trained_tokens,
+            metrics=self._recipe.objective.loss.step_metrics(mean_metrics(metrics)),
         )
 
     def _update_on_device(self, lr: float) -> Update:
@@ -255,7 +257,7 @@ class StepEngine:
         Raises:
             NonFiniteGradientError: If weights and state are unusable after an earlier error; see ``step``.
         """
-        self._refuse_if_unusable()
+        self._raise_if_failed()
         if self._pending is not None:
             self._access.run_updates(self._pending)
             self._pending = None
@@ -292,9 +294,9 @@ class EvaluationEngine:
         micro_batches: Sequence[Mapping[str, torch.Tensor]],
         head: Callable[[LayerRunner, Sequence[Mapping[str, torch.Tensor]]], _Result],
         *,
-        number: int,
+        pass_index: int,
     ) -> _Result:
-        """Run evaluation pass ``number`` (counted from 0) in the store's schedule, and return its results.
+        """Run evaluation pass ``pass_index`` (counted from 0) in the store's schedule, and return its results.
 
         Args:
             head: Method of ``LayerRunner`` that runs one forward and returns its results.
@@ -302,10 +304,10 @@ class EvaluationEngine:
         Raises:
             VisitOrderError: If the model calls its units in a different order in eval mode.
         """
-        self._access.start_step(number, num_tokens=_num_tokens(micro_batches))
-        found = head(self._runner, micro_batches)
+        self._access.start_step(pass_index, num_tokens=_num_tokens(micro_batches))
+        results = head(self._runner, micro_batches)
         self._access.end_step()
-        return found
+        return results
 
     def finish(self) -> None:
         """Evict the copies that are still pinned for the next pass."""
@@ -313,4 +315,4 @@ class EvaluationEngine:
 
 
 def _num_tokens(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
-    return sum(each["input_ids"].numel() for each in micro_batches)
+    return sum(batch["input_ids"].numel() for batch in micro_batches)

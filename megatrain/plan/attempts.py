@@ -13,7 +13,7 @@ from typing import Literal
 from megatrain.base.layout import UnitLayout
 from megatrain.engine.program.block_plan import FrozenWeights
 from megatrain.engine.program.builder import ProgramBuilder
-from megatrain.engine.program.sharing import sharing_gradients
+from megatrain.engine.program.sharing import share_gradients
 from megatrain.engine.program.step_program import GroupUpdates, StepProgram
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.program.workspace import peak_bytes, step_workspace_bytes, waiting_rows
@@ -114,13 +114,13 @@ class Attempts:
         run, graph, trace = self.run, self.model.graph, self.model.trace
         # A loss that compares rows needs all rows' logits before the head recomputes any, so the head keeps no logits.
         keeps_parts = not run.objective.loss.compares_rows
-        whole_program = sharing_gradients(builder.build())
+        whole_program = share_gradients(builder.build())
         full_program = _with_kept_parts(whole_program, trace.head_parts if keeps_parts else 1)
         if not self.passes_parts and _fits_entirely(self._budgets(full_program)[self.model.compute_tier], full_program):
             yield full_program
             return
         whole_program = _with_kept_parts(whole_program, logit_parts_in_workspace(trace) if keeps_parts else 1)
-        split_program = None if self.passes_parts is False else sharing_gradients(builder.build(passing_parts=True))
+        split_program = None if self.passes_parts is False else share_gradients(builder.build(passing_parts=True))
         if split_program is None or not split_program.cuts.passing:
             yield whole_program
             return

@@ -90,14 +90,14 @@ def filling_bytes(program: StepProgram) -> int:
     peak, elements = 0, Counter[str]()  # elements by complete layout, because an export gathers all parts and shards
     for block in program.blocks.values():
         if block.kind == "weights":
-            elements[block.whole] += block.num_elements * program.sharding.shards.size
+            elements[block.tensor_key] += block.num_elements * program.sharding.shards.size
     for key, block in program.blocks.items():
         if block.kind == "weights":
             parts = [block.nbytes]
             if block.dtype.itemsize == 2:
                 low_keys = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
                 parts += [
-                    4 * min(elements[block.whole], MASTER_ELEMENTS),
+                    4 * min(elements[block.tensor_key], MASTER_ELEMENTS),
                     max((program.blocks[part].nbytes for part in low_keys), default=0),
                 ]
             averages = stored_keys(state_key(key.rsplit("/", 1)[0], EMA.name), program.blocks)

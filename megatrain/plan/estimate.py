@@ -10,7 +10,7 @@ from pathlib import Path
 from megatrain.converters.adapters import adapters_of
 from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.engine.program.step_program import Phase
-from megatrain.engine.tape.updates import weight_is_split
+from megatrain.engine.tape.updates import has_split_weights
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
 from megatrain.models.export import export_dtype
@@ -322,7 +322,7 @@ def _notes(
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
     is_timed = costs.is_timed or has_measured_kernel(
-        costs.step.traced.optimizer, split_master=weight_is_split(costs.step.graph)
+        costs.step.traced.optimizer, split_master=has_split_weights(costs.step.graph)
     )
     if not (unmeasured or is_timed):
         notes.append("updates         at AdamW's bytes per second, because this optimizer was not timed")

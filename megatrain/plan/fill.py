@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatrain.engine.program.keeping import saving_results
+from megatrain.engine.program.keeping import save_results
 from megatrain.engine.program.step_program import StepProgram
 from megatrain.plan.kept import operations_per_byte, visits_with_results
 from megatrain.plan.plan import Plan
@@ -73,7 +73,7 @@ def with_results(
 def _results_in_order(plan: Plan) -> Sequence[_Results]:
     """Return the results that visits do not save yet. Attention comes first if it saves more operations per byte."""
     recompute, visits = plan.program.recompute, plan.trace.visits
-    excluded = recompute.kept_graphs | recompute.saving
+    excluded = recompute.kept_graphs | recompute.saving_visits
     ops_per_byte = operations_per_byte(plan.trace)
     results: list[_Results] = []
     attention_nbytes: dict[int, int] = {}
@@ -101,5 +101,5 @@ def _free_bytes(plan: Plan) -> float:
 def _with_saved(plan: Plan, selection: Sequence[_Results]) -> StepProgram:
     results = frozenset(entry.visit for entry in selection if entry.with_products)
     attention = frozenset(entry.visit for entry in selection) - results
-    program = saving_results(plan.program, plan.trace, attention)
-    return saving_results(program, plan.trace, results, with_products=True)
+    program = save_results(plan.program, plan.trace, attention)
+    return save_results(program, plan.trace, results, with_products=True)

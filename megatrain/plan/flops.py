@@ -7,7 +7,7 @@ from collections import Counter
 
 from megatrain.engine.device.work import NO_WORK, Work
 from megatrain.engine.program.step_program import Phase
-from megatrain.engine.program.visit_trace import layouts_of_unit
+from megatrain.engine.program.visit_trace import unit_layouts
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.plan import PlacedStep
@@ -68,10 +68,10 @@ def _visits_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
         if visit.is_head:
             continue
         backward = visit.backward
-        saved = program.recompute.savable(index, visit)
+        saved = program.recompute.savable_results(index, visit)
         if index in program.recompute.kept_graphs:
             backward -= visit.recompute
-        result["forward", index], result["backward", index] = visit.forward + saved.copying, backward - saved.work
+        result["forward", index], result["backward", index] = visit.forward + saved.copy_work, backward - saved.work
     recompute_flops = trace.logits_flops * max(0, trace.head_parts - program.recompute.kept_parts) // trace.head_parts
     first_head = next((index for index, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
     result["head", first_head] = trace.head + Work(product_flops=recompute_flops)
@@ -85,7 +85,7 @@ def gradient_sum_work(step: PlacedStep) -> dict[Phase, Work]:
     """
     result: dict[Phase, Work] = {}
     for visit in step.trace.visits if step.device.type == "cuda" else ():
-        layouts = [step.graph.layouts[name] for name in layouts_of_unit(step.graph, visit.unit)]
+        layouts = [step.graph.layouts[name] for name in unit_layouts(step.graph, visit.unit)]
         num_trained = sum(layout.num_parameters for layout in layouts if layout.trainable)
         if visit.is_head or visit.backward.product_flops:
             phase: Phase = "head" if visit.is_head else "backward"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatrain.base.errors import ConfigError, Problem
-from megatrain.engine.device.device_kernels import fakes_standing_for_gpu
+from megatrain.engine.device.device_kernels import treat_fakes_as_gpu
 from megatrain.engine.device.environment import deterministic_kernels
 from megatrain.engine.program.block_plan import FrozenWeights
 from megatrain.engine.program.builder import ProgramBuilder
@@ -20,7 +20,7 @@ from megatrain.engine.program.forward_programs import (
     evaluation_program,
     frozen_program,
     generation_program,
-    reading_averages,
+    substitute_averages,
     whole_head_bytes,
 )
 from megatrain.engine.program.step_program import StepProgram
@@ -201,7 +201,7 @@ def _trace_generation(
     """Return the visits of a pass, and the KV cache's bytes by visit."""
     with (
         deterministic_kernels(run.trace_device, type(graph.model).__name__, enabled=run.is_deterministic),
-        fakes_standing_for_gpu(enabled=run.has_fake_gpu),
+        treat_fakes_as_gpu(enabled=run.has_fake_gpu),
     ):
         return trace_generation(graph, rows, max_length, device=run.trace_device)
 
@@ -245,7 +245,7 @@ def plan_averages(plan: Plan) -> Plan:
         DoesNotFitError: If a tier is too small. The error contains a sufficient size.
     """
     graph, trace = plan.graph, plan.trace
-    program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
+    program = substitute_averages(evaluation_program(plan.program), graph, EMA.name)
     rounding_bytes = decoded_bytes(graph, trace, program) - decoded_bytes(graph, trace, plan.program)
     budgets = {name: replace(budget, residency=None) for name, budget in plan.budgets_by_tier.items()}
     budget = budgets[program.compute_tier]

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Literal
 
 from megatrain.engine.device.work import SavableResults
-from megatrain.engine.program.keeping import activations_of, keeping_graphs, saving_results
+from megatrain.engine.program.keeping import activation_keys, keep_graphs, save_results
 from megatrain.engine.program.step_program import StepProgram
-from megatrain.engine.program.visit_trace import VisitTrace, layouts_of_unit, uses_of_layouts
+from megatrain.engine.program.visit_trace import VisitTrace, layout_uses, unit_layouts
 from megatrain.engine.program.workspace import kept_graphs, peak_bytes, visit_transients
 from megatrain.models.graph import ModelGraph
 from megatrain.plan.placement import PlacementSolver, TierBudget
@@ -74,8 +74,8 @@ class GraphKeeper:
 
     def _solve_for(self, visits: frozenset[int], saving_visits: frozenset[int]) -> PlacedStep | Shortfall:
         nbytes = self.graph_bytes(visits)
-        program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
-        program = saving_results(program, self.trace, saving_visits - visits, with_products=True)
+        program, budgets = keep_graphs(self._program, visits), self.with_graphs(nbytes)
+        program = save_results(program, self.trace, saving_visits - visits, with_products=True)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
         if isinstance(placement, Shortfall):
             return placement
@@ -112,9 +112,9 @@ class GraphKeeper:
         """
         visits, recomputed = self.trace.visits, self._recomputed_visits()
         encoded = self._program.encodings.keys()
-        units = {index: layouts_of_unit(self._graph, visits[index].unit) for index in recomputed}
+        units = {index: unit_layouts(self._graph, visits[index].unit) for index in recomputed}
         excluded = {index for index, layouts in units.items() if not encoded.isdisjoint(layouts)}
-        excluded |= {owner for index in excluded for owner, _ in visits[index].reused.values()}
+        excluded |= {owner for index in excluded for owner, _ in visits[index].aliases.values()}
         return [index for index in recomputed if index not in excluded]
 
     def _recomputed_visits(self) -> list[int]:
@@ -151,7 +151,7 @@ class _FreeMemory:
 
     def __init__(self, keeper: GraphKeeper, step: PlacedStep, tier: str) -> None:
         self._keeper, self._step, self._tier = keeper, step, tier
-        self._inputs = activations_of(step.program)
+        self._inputs = activation_keys(step.program)
         self._visits_by_kind: Mapping[KeptKind, frozenset[int]] = {
             "graphs": step.program.recompute.kept_graphs,
             "results": frozenset(),  # in addition to results that the program already saves
@@ -164,7 +164,7 @@ class _FreeMemory:
             visits = frozenset(self._keeper.candidates())
         else:
             visits = visits_with_results(self._keeper.trace, attention_alone=kind == "attention")
-            visits -= self._visits_by_kind["graphs"] | self._step.program.recompute.saving
+            visits -= self._visits_by_kind["graphs"] | self._step.program.recompute.saving_visits
             visits -= self._visits_by_kind["results"]
         for visit in sorted(visits - self._visits_by_kind[kind], reverse=True):
             choice = {name: visits - {visit} for name, visits in self._visits_by_kind.items()}
@@ -194,15 +194,15 @@ class _FreeMemory:
 
     def _num_slots(self, visit: int) -> int:
         inputs = [key for key in self._inputs[visit] if not key.endswith(".results")]
-        return len(inputs) // len(self._keeper.trace.visits[visit].saved)
+        return len(inputs) // len(self._keeper.trace.visits[visit].saved_inputs)
 
     def filled_step(self) -> PlacedStep:
         """Return the step with the graphs and results that have been kept so far."""
         step, tier, trace = self._step, self._tier, self._keeper.trace
         nbytes = self._keeper.graph_bytes(self._visits_by_kind["graphs"])
-        program = keeping_graphs(step.program, self._visits_by_kind["graphs"] - step.program.recompute.kept_graphs)
-        program = saving_results(program, trace, self._visits_by_kind["attention"])
-        program = saving_results(program, trace, self._visits_by_kind["results"], with_products=True)
+        program = keep_graphs(step.program, self._visits_by_kind["graphs"] - step.program.recompute.kept_graphs)
+        program = save_results(program, trace, self._visits_by_kind["attention"])
+        program = save_results(program, trace, self._visits_by_kind["results"], with_products=True)
         home_bytes = step.placement.home_bytes
         activations = home_bytes[tier]["activations"] + self._added_bytes(self._visits_by_kind)
         budgets = self._keeper.with_graphs(nbytes)
@@ -255,7 +255,7 @@ def are_weights_resident(graph: ModelGraph, trace: VisitTrace, program: StepProg
 
 def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, str], unit: int) -> bool:
     """Return whether the compute tier is the home of all weights of a unit."""
-    layouts = (graph.layouts[name] for name in layouts_of_unit(graph, unit))
+    layouts = (graph.layouts[name] for name in unit_layouts(graph, unit))
     return all(homes[key] == program.compute_tier for layout in layouts for key in program.weight_keys(layout))
 
 
@@ -282,7 +282,7 @@ def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepP
     """Return the number of parameters whose forward runs only once, because all their uses keep graphs."""
     layout_names = [
         name
-        for name, visits in uses_of_layouts(graph, trace).items()
+        for name, visits in layout_uses(graph, trace).items()
         if visits and program.recompute.kept_graphs.issuperset(visits)
     ]
     return sum(entry.numel for name in layout_names for entry in graph.layouts[name].entries)

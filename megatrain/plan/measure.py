@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain.base.timeline import TimedOp, Timeline
-from megatrain.engine.device.freed_memory import freed_memory_kept
+from megatrain.engine.device.freed_memory import keep_freed_memory
 from megatrain.engine.program.block_plan import BlockPlan
 from megatrain.engine.program.step_program import StepProgram
 from megatrain.engine.program.workspace import computing_bytes, step_workspace_bytes
@@ -219,7 +219,7 @@ def measure_ticks(
         # Keep as much freed memory as a run does, because a lower limit makes steps slower.
         max_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES
         max_bytes += max(computing_bytes(trace, plan.program))
-        with TieredStore([tier], Belady()) as store, freed_memory_kept(store, max_bytes):
+        with TieredStore([tier], Belady()) as store, keep_freed_memory(store, max_bytes):
             for block in blocks.values():
                 store.register(block.key, (block.num_elements,), block.dtype, home="ram", durable=False)
                 with store.acquire(block.key, "ram", "w"):
@@ -345,7 +345,7 @@ class _StepRunner:
     def run(self, num_micro_batches: int) -> _TimedStep:
         """Run a step with only the first ``num_micro_batches`` micro-batches."""
         start_s = time.perf_counter()
-        self._engine.step(self._micro_batches[:num_micro_batches], number=self._step_index, lr=0.0)
+        self._engine.step(self._micro_batches[:num_micro_batches], step_index=self._step_index, lr=0.0)
         total_s = time.perf_counter() - start_s
         self._step_index += 1
         return _TimedStep(self._timer.take(), total_s)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatrain.checkpoint.table import MIN_GENERATIONS
 from megatrain.engine.program.block_plan import DURABLE_KINDS, KINDS, BlockPlan, Kind
-from megatrain.engine.program.step_program import Stays, StepProgram
+from megatrain.engine.program.step_program import NextUses, StepProgram
 from megatrain.plan.copy_windows import CopyWindows, TickCopies
 from megatrain.plan.residents import Residency, ResidentChooser
 from megatrain.plan.shortfall import Shortfall
@@ -108,7 +108,7 @@ class Placement:
     first_traffic_bytes: Mapping[str, int]
     last_traffic_bytes: Mapping[str, int]
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
-    stays: Stays = field(default_factory=dict)
+    stays: NextUses = field(default_factory=dict)
     generation_bytes: Mapping[str, int] = field(default_factory=dict)
     routes: Routes = field(default_factory=Routes)
     buffers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class PlacementSolver:
         self._stay_share = stay_share
         #: (tick, group) of each block's uses, by key. Group 0 is held for the tick; other groups pass.
         self.groups_by_key: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
-        #: Update ticks whose tier depends on a block's home, by key; see ``StepProgram.tier_of``.
+        #: Update ticks whose tier depends on a block's home, by key; see ``StepProgram.tick_tier``.
         self.deciding_ticks: dict[str, list[int]] = {}
         modes: dict[str, list[Mode]] = {key: [] for key in program.blocks}
         for tick_index, tick in enumerate(program.ticks):
@@ -383,7 +383,7 @@ class _HomeState:
         self.generation_bytes = dict.fromkeys(solver.order, 0)
         for key, block in solver.program.blocks.items():
             self._count(block, homes[key], 1)
-        self._tick_tiers = [solver.program.tier_of(tick, homes) for tick in self._ticks]
+        self._tick_tiers = [solver.program.tick_tier(tick, homes) for tick in self._ticks]
         self._working_sets = {name: WorkingSets(len(self._ticks)) for name in solver.order}
         for tick_index in range(len(self._ticks)):
             self._recount(tick_index)
@@ -424,7 +424,7 @@ class _HomeState:
         largest_pair = max(pair_sizes, default=0)
         return [max(0, min(free_bytes, spare_bytes + largest_pair - pair)) if share else 0 for pair in pair_sizes]
 
-    def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
+    def choose_buffers(self, tier: str, stays: NextUses) -> dict[int, int]:
         """Return the number of buffers by slot bytes, enough for the longest run of consecutive ticks that fits.
 
         The remaining memory goes to the sizes that move the most bytes. The copies of two ticks are assumed to fit.
@@ -457,7 +457,7 @@ class _HomeState:
         used_bytes = self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.generation_bytes[tier]
         return self._tiers[tier].capacity_bytes - used_bytes
 
-    def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
+    def copies_by_tick(self, tier: str, stays: NextUses | None = None) -> list[TickCopies]:
         """Return the copies in ``tier`` at each tick: used blocks with a different home, and copies that stay."""
         by_tick, sizes, stops = [], self.solver.slots[tier], self.solver.stop_tiers
         for tick, tick_tier in zip(self._ticks, self._tick_tiers, strict=True):
@@ -532,7 +532,7 @@ class _HomeState:
                     self._working_sets[name].add(tick_index, group, solver.slots[name][key])
         self.homes[key] = tier
         for tick_index in solver.deciding_ticks.get(key, ()):
-            tick_tier = solver.program.tier_of(self._ticks[tick_index], self.homes)
+            tick_tier = solver.program.tick_tier(self._ticks[tick_index], self.homes)
             if tick_tier != self._tick_tiers[tick_index]:  # the whole tick now runs in a different tier
                 self._tick_tiers[tick_index] = tick_tier
                 self._recount(tick_index)

@@ -234,7 +234,7 @@ def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
 def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:
     """Return whether a group is updated in RAM and RAM is the home of its weight and state."""
     stored_keys = (key for key, _ in tick.uses if key not in tick.spent)
-    return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in stored_keys)
+    return program.tick_tier(tick, homes) == "ram" and all(homes[key] == "ram" for key in stored_keys)
 
 
 def _plans_with_streamed_updates(plan: Plan, profile: LoadedProfile) -> Iterator[Plan]:

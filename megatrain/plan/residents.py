@@ -113,7 +113,7 @@ class ResidentChooser:
     def _block_candidates(self) -> Iterator[_PlacementCandidate]:
         parts_by_block: dict[str, list[BlockPlan]] = {}
         for block in self._program.blocks.values():
-            parts_by_block.setdefault(block.whole, []).append(block)
+            parts_by_block.setdefault(block.tensor_key, []).append(block)
         for index, parts in enumerate(parts_by_block.values()):
             yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), index))
 
@@ -134,7 +134,7 @@ class ResidentChooser:
             try_move: Function that makes the compute tier the home of blocks, or returns False if they do not fit.
             is_needed: Function. While it returns True, blocks move even if that makes the step longer.
         """
-        self._tick_tiers = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
+        self._tick_tiers = [self._program.tick_tier(tick, homes) for tick in self._program.ticks]
         self._use_tiers.clear()
         queue: list[tuple[float, tuple[float, ...], int]] = []
         self._push(queue, range(len(self._candidates)), homes)
@@ -211,7 +211,7 @@ class ResidentChooser:
             block_indices = dict[str, int]()
             pattern = tuple(
                 (
-                    block_indices.setdefault(block.whole, len(block_indices)),
+                    block_indices.setdefault(block.tensor_key, len(block_indices)),
                     block.nbytes,
                     block.num_elements,
                     block.kind,
@@ -246,7 +246,7 @@ class ResidentChooser:
     def _new_tick_tiers(self, keys: Sequence[str], homes: Mapping[str, str]) -> dict[int, str]:
         """Return the tiers of the ticks that depend on these blocks' homes."""
         ticks = {index for key in keys for index in self._deciding_ticks.get(key, ())}
-        return {index: self._program.tier_of(self._program.ticks[index], homes) for index in ticks}
+        return {index: self._program.tick_tier(self._program.ticks[index], homes) for index in ticks}
 
     def _load(self, keys: Sequence[str], homes: Mapping[str, str], tiers: Mapping[int, str]) -> tuple[int, int]:
         """Return the bytes of these blocks that cross the bus in a step, and the number of elements updated in RAM.
@@ -257,9 +257,9 @@ class ResidentChooser:
         moved_bytes, num_moves = 0, dict[tuple[str, str], int]()  # all parts of a layout have the same uses
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
-            if (block.whole, home) not in num_moves:
-                num_moves[block.whole, home] = self._num_moves(key, home, tiers)
-            moved_bytes += block.nbytes * num_moves[block.whole, home]
+            if (block.tensor_key, home) not in num_moves:
+                num_moves[block.tensor_key, home] = self._num_moves(key, home, tiers)
+            moved_bytes += block.nbytes * num_moves[block.tensor_key, home]
         num_updated = 0
         for key in keys:
             block = self._program.blocks[key]
@@ -293,4 +293,4 @@ class ResidentChooser:
         # Transfers between RAM and a drive do not cross the bus.
         is_resident = home == self._tier
         crossings = [is_resident != (tier == self._tier) for tier in tiers]
-        return sum(use.fetches + use.writes_back for use, crosses in zip(block_uses, crossings, strict=True) if crosses)
+        return sum(u.needs_fetch + u.needs_write_back for u, moves in zip(block_uses, crossings, strict=True) if moves)

@@ -73,8 +73,8 @@ def messages(plan: Plan, passthrough: str = "") -> Sequence[str]:
     ``passthrough`` describes the pass-through tensors in the model's folder; "" if there are none.
     """
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.trace.guesses]
-    if plan.trace.uncounted:
-        estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
+    if plan.trace.uncounted_ops:
+        estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted_ops)}")
     if plan.trace.dense_masks:
         causes = ", ".join(plan.trace.dense_masks)
         estimates.append(
@@ -124,7 +124,7 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
     recomputed = frozenset(index for index, visit in enumerate(trace.visits) if visit.is_recomputed)
     min_flops = with_flops(Recompute(recomputed, kept_parts=recompute.kept_parts))
     text = f"the backward recomputes {num_layers - num_kept} of {num_layers} layers"
-    text += ", except their saved results" if recompute.saving else ""
+    text += ", except their saved results" if recompute.saving_visits else ""
     text += f": {1 - min_flops / with_flops(recompute):.0%} of the operations of a step"
     savable = visits_with_results(trace) - recompute.kept_graphs - recompute.saved_results
     if savable and plan.run.model.table.compiler is None:
@@ -134,7 +134,7 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
             saved_results=recompute.saved_results | savable,
         )
         slot_bytes = plan.budgets_by_tier[plan.program.compute_tier].slot_bytes
-        visits = ((trace.visits[index], recompute.savable(index, trace.visits[index])) for index in savable)
+        visits = ((trace.visits[index], recompute.savable_results(index, trace.visits[index])) for index in savable)
         added_bytes = sum(slot_bytes(visit.results.nbytes) - slot_bytes(saved.nbytes) for visit, saved in visits)
         size = format_size(plan.run.num_together * added_bytes)
         share = f"{1 - min_flops / with_flops(choice):.0%}"

@@ -249,14 +249,14 @@ class _Replay:
         self._wait_for_peers(self._gathered_s.pop((op.phase, op.visit), 0.0))
         seconds = (self._visible_seconds(op, self._seconds(op)) + self._orthogonalization_s(op)) / (1 + len(op.passing))
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
-            self._copies.leased(op.held)
+            self._copies.unpin_copies(op.held)
             self._compute(seconds)
             for group in op.passing:
                 with self.store.acquire_many([(use.key, op.tier, use.mode) for use in group]):
-                    self._copies.leased(group)
+                    self._copies.unpin_copies(group)
                     self._compute(seconds)
-                self._copies.released(group, op.tier)
-        self._copies.released(op.held, op.tier)
+                self._copies.release_copies(group, op.tier)
+        self._copies.release_copies(op.held, op.tier)
         self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
@@ -266,10 +266,10 @@ class _Replay:
         moving_s = nbytes / self._rates.peer_bytes_per_s
         self._peer_free_s = max(self._peer_free_s, self.clock.now_s) + moving_s
         if op.phase == "gather":
-            assert op.serves is not None
-            self._gathered_s[op.serves, op.visit] = self._peer_free_s
+            assert op.served_phase is not None
+            self._gathered_s[op.served_phase, op.visit] = self._peer_free_s
         # Parts that are gathered or exchanged inside a tick make the step wait each time.
-        if op.serves is None or not self._plan.program.sharding.gathers_ahead:
+        if op.served_phase is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
     def _wait_for_peers(self, end_s: float) -> None:

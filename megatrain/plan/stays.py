@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatrain.engine.program.step_program import Stays, StepProgram
+from megatrain.engine.program.step_program import NextUses, StepProgram
 from megatrain.plan.copy_windows import CopyWindows, TickCopies
 
 
@@ -53,7 +53,7 @@ def choose_stays(
     slot_bytes: Mapping[str, Callable[[int], int]],
     room: Mapping[str, Sequence[int]],
     buffers: Mapping[str, BufferBudget] | None = None,
-) -> Stays:
+) -> NextUses:
     """Return the copies that stay. Copies that take memory for fewer ticks are chosen first.
 
     Args:
@@ -80,8 +80,8 @@ def _possible_stays(
     for key, uses in _uses_by_key(program).items():
         for (start, _), (stop, mode) in zip(uses, uses[1:] + uses[:1], strict=True):
             tick, next_tick = program.ticks[start], program.ticks[stop]
-            tier = program.tier_of(tick, homes)
-            if start == stop or homes[key] == tier or tier != program.tier_of(next_tick, homes):
+            tier = program.tick_tier(tick, homes)
+            if start == stop or homes[key] == tier or tier != program.tick_tier(next_tick, homes):
                 continue
             if key in tick.spent or mode == "w":  # the next use does not read the current contents
                 continue

@@ -25,7 +25,7 @@ class StepUpdates:
         self._blocks, self._has_gpu = program.blocks, device.type == "cuda"
         self.ticks = [tick for tick in program.ticks if tick.phase == "update"]
         compute_tier = program.compute_tier
-        self.in_gpu_memory = [tick for tick in self.ticks if program.tier_of(tick, homes) == compute_tier != "ram"]
+        self.in_gpu_memory = [tick for tick in self.ticks if program.tick_tier(tick, homes) == compute_tier != "ram"]
 
     def num_weights(self, *, on_gpu: bool) -> int:
         """Return the number of weights that a step updates, on a GPU or on the host (which can emulate a GPU)."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatrain.engine.device import device_kernels
 from megatrain.engine.program.forward_programs import evaluation_program
 from megatrain.engine.tape.streamed import StepRecipe, StreamedModel
-from megatrain.engine.tape.updates import weight_is_split
+from megatrain.engine.tape.updates import has_split_weights
 from megatrain.engine.unit.compiled_layers import LayerCompiler
 from megatrain.optim import clip
 from megatrain.optim.factory import segment_builder
@@ -31,7 +31,7 @@ def step_recipe(plan: Plan) -> StepRecipe:
     run, graph, optimizer = plan.run, plan.graph, plan.traced.optimizer
     return StepRecipe(
         optimizer,
-        segment_builder(run.optimizer, optimizer, split_master=weight_is_split(graph), graph=graph),
+        segment_builder(run.optimizer, optimizer, split_master=has_split_weights(graph), graph=graph),
         run.optimizer.max_grad_norm,
         device_optimizer=plan.traced.device_optimizer,
         nonfinite=run.optimizer.nonfinite,

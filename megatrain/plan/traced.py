@@ -15,9 +15,9 @@ from megatrain.converters.packed_rows import choose_packing
 from megatrain.converters.spec import ModelSpec
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
-from megatrain.engine.device.device_kernels import fakes_standing_for_gpu
+from megatrain.engine.device.device_kernels import treat_fakes_as_gpu
 from megatrain.engine.device.environment import deterministic_kernels
-from megatrain.engine.device.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
+from megatrain.engine.device.flash import FlashKernels, flash_for_gpu, plan_flash, unsupported_flash, unusable_reason
 from megatrain.engine.program.encoding import Encoding
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.models.folder import ModelFolderError
@@ -125,10 +125,10 @@ def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
     if run.model.table.compiler is not None:
         return "FA2", _flash_note("model.compile makes its own graphs")
     planned_gpu = _planned_gpu_name(run)
-    kernels = flash_of_gpu(run.device, planned_gpu)
+    kernels = flash_for_gpu(run.device, planned_gpu)
     if kernels == "FA2":
         return "FA2", _flash_note("FA3 and FA4 have no kernels for this GPU")
-    reason = why_unusable(kernels, run.device, planned_gpu)
+    reason = unusable_reason(kernels, run.device, planned_gpu)
     return ("FA2", _flash_note(reason)) if reason else (kernels, "")
 
 
@@ -141,7 +141,7 @@ def check_flash(run: RunSpec) -> None:
     if run.device.type != "cuda":
         reason = "it needs a GPU"
     else:
-        reason = why_unusable(run.flash, run.device, _planned_gpu_name(run))
+        reason = unusable_reason(run.flash, run.device, _planned_gpu_name(run))
     if reason:
         raise unsupported_flash(run.flash, reason)
 
@@ -191,8 +191,8 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
     # Trace with the run's settings, because they determine the kernels and the kernels' memory.
     with (
         deterministic_kernels(run.trace_device, type(graph.model).__name__, enabled=run.is_deterministic),
-        fakes_standing_for_gpu(enabled=run.has_fake_gpu),
-        flash_planned(run.flash),
+        treat_fakes_as_gpu(enabled=run.has_fake_gpu),
+        plan_flash(run.flash),
     ):
         return trace_visits(
             graph,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatrain.engine.program.step_program import Stays, StepProgram
+from megatrain.engine.program.step_program import NextUses, StepProgram
 from megatrain.engine.tape.tape import Tape, compile_step
 from tiered.ext import Routes
 
@@ -12,7 +12,7 @@ from tiered.ext import Routes
 class Traffic:
     """Counter of the block bytes that each link (``"src->dst"``) moves."""
 
-    def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
+    def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: NextUses) -> None:
         self._program, self._routes, self._homes = program, routes, homes
         self._first = compile_step(program, homes, stays, updates=False)
         self._step = compile_step(program, homes, stays, pinned=self._first.pinned)

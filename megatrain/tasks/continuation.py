@@ -24,7 +24,7 @@ from megatrain.tasks.prompts import GenerationSettings, generation_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatrain.engine.program.step_program import Stays
+    from megatrain.engine.program.step_program import NextUses
     from megatrain.plan.forward import GenerationPlan
     from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
@@ -91,7 +91,7 @@ class Continuation:
         num_new = self._settings.max_new_tokens
         num_passes = 0
         programs = (self._generation.first_program, plan.program)
-        all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
+        all_stays: tuple[NextUses, NextUses] = ({}, plan.placement.stays)
         models = [
             replace(model_for_steps(plan), program=program, stays=stays)
             for program, stays in zip(programs, all_stays, strict=True)

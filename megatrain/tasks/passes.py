@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.base.progress import Activity
     from megatrain.base.timeline import Timeline
     from megatrain.engine.forward import LayerRunner
-    from megatrain.engine.program.step_program import Stays
+    from megatrain.engine.program.step_program import NextUses
     from megatrain.plan.plan import Plan
     from megatrain.ranks.collectives import Collectives, SingleRank
     from tiered import TieredStore
@@ -48,7 +48,7 @@ class Passes:
         timeline: Timeline | None = None,
         activity: Activity | None = None,
         collectives: Collectives | SingleRank | None = None,
-        stays: Stays | None = None,
+        stays: NextUses | None = None,
     ) -> None:
         self._plan, self._store = plan, store
         self._engine = EvaluationEngine(
@@ -88,7 +88,7 @@ class Passes:
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)
         for index, micro_batches in enumerate(batches):
-            yield self._engine.run_pass(micro_batches, head, number=index)
+            yield self._engine.run_pass(micro_batches, head, pass_index=index)
             if should_stop():
                 break
         self._engine.finish()

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
 from megatrain.engine.head.cross_entropy import PLAIN, RunningSoftmax
-from megatrain.engine.head.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
+from megatrain.engine.head.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_metrics
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -343,7 +343,7 @@ class CollectedExamples:
         if not count:
             return float("nan"), 0, {}
         loss, figures = preference.loss(logps.reshape(-1), examples, size)
-        means = mean_figures(figures)
+        means = mean_metrics(figures)
         return float(loss), sum(counts), preference.step_metrics(means)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import Unit
 
 #: Types that are compared by type and value.
-_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN_TYPES = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +41,36 @@ class CountedBackward:
     Attributes:
         work: Work of all operators, including the recompute.
         peak_nbytes: Peak memory in addition to the bytes in use at the start.
-        gradients: Functions that allocate the input gradients; None for an input without one.
+        allocators: Functions that allocate the input gradients; None for an input without one.
     """
 
     unit: Unit
     work: Work
     peak_nbytes: int
-    gradients: tuple[Callable[[], Tensor] | None, ...]
+    allocators: tuple[Callable[[], Tensor] | None, ...]
     recompute: RecomputeCounts
 
 
-def gradients_of(
-    found: Sequence[Tensor | None], num_before: int, counts: CountingMode
+def gradient_allocators(
+    gradients: Sequence[Tensor | None], num_earlier: int, counts: CountingMode
 ) -> tuple[Callable[[], Tensor] | None, ...] | None:
     """Return functions that allocate tensors like the input gradients; None if these share memory or are not new.
 
     Args:
-        num_before: Number of storages created before the backward.
+        num_earlier: Number of storages created before the backward.
     """
     storages = set[int]()
-    for tensor in found:
+    for tensor in gradients:
         if tensor is None:
             continue
-        number, storage = counts.number_of(tensor), tensor.untyped_storage()
+        index, storage = counts.storage_index(tensor), tensor.untyped_storage()
         is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.numel() * tensor.element_size()
-        if number is None or number < num_before or storage._cdata in storages or not is_whole:
+        if index is None or index < num_earlier or storage._cdata in storages or not is_whole:
             return None
         storages.add(storage._cdata)
     return tuple(
-        None if each is None else partial(torch.empty, each.shape, dtype=each.dtype, device=each.device)
-        for each in found
+        None if gradient is None else partial(torch.empty, gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        for gradient in gradients
     )
 
 
@@ -82,14 +82,14 @@ class RepeatedLayers:
         self._kinds: dict[Hashable, int] = {}  # record of a forward (can be megabytes in size) -> number
         self._forwards: dict[int, int] = {}
         self._backwards: dict[Hashable, CountedBackward] = {}
-        self._makers: dict[int, str] = {}  # number of a storage -> layer whose forward created it
+        self._creators: dict[int, str] = {}  # number of a storage -> layer whose forward created it
 
-    def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, bound: BoundUnit, visit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward. If the unit is a layer, record the forward."""
         counts, unit = self._counts, bound.unit
         if not unit.is_layer or unit.part is not None:
-            return run(*args, **kwargs)
-        record = _CallRecord(counts, self._makers, counts.num_storages)
+            return forward(*args, **kwargs)
+        record = _CallRecord(counts, self._creators, counts.num_storages)
         for index, (_, leaf) in enumerate(bound.leaves()):
             record.name(leaf, "weight", index)
         for name, buffer in unit.module.named_buffers():
@@ -101,15 +101,15 @@ class RepeatedLayers:
         assert counts.recorder is None, "a layer is nested in a layer"
         counts.recorder = record.add
         try:
-            result = run(*args, **kwargs)
+            result = forward(*args, **kwargs)
         finally:
             counts.recorder = None
         record.add("ends with", (), {}, result)
-        self._makers.update(dict.fromkeys(range(record.num_before, counts.num_storages), unit.name))
+        self._creators.update(dict.fromkeys(range(record.num_earlier, counts.num_storages), unit.name))
         if counts.num_guesses == num_guesses and record.is_complete:
             classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
-            did = (classes, tuple(record.entries), _autograd_graph(result))
-            self._forwards[visit] = self._kinds.setdefault(did, len(self._kinds))
+            description = (classes, tuple(record.entries), _autograd_graph(result))
+            self._forwards[visit] = self._kinds.setdefault(description, len(self._kinds))
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
@@ -117,39 +117,39 @@ class RepeatedLayers:
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
-        arriving = _CallRecord(self._counts, {}, self._counts.num_storages)
+        record = _CallRecord(self._counts, {}, self._counts.num_storages)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                arriving.name(gradient, "gradient", index)
-        arriving.add("arriving", tuple(gradients), {}, None)
-        return forward, tuple(arriving.entries)
+                record.name(gradient, "gradient", index)
+        record.add("arriving", tuple(gradients), {}, None)
+        return forward, tuple(record.entries)
 
-    def earlier(self, key: Hashable) -> CountedBackward | None:
+    def find(self, key: Hashable) -> CountedBackward | None:
         """Return the earlier backward with this key, if any."""
         return self._backwards.get(key)
 
-    def keep(self, key: Hashable, backward: CountedBackward) -> None:
+    def store(self, key: Hashable, backward: CountedBackward) -> None:
         """Store the counts of a backward under its key."""
         self._backwards[key] = backward
 
 
 def _autograd_graph(result: Any) -> Hashable:
     """Describe a result's autograd graph by the class of each node and the nodes to which its gradients go."""
-    found: dict[Any, int] = {}
+    node_ids: dict[Any, int] = {}
     edges: list[Hashable] = []
 
-    def number_of(node: Any) -> int:
-        if node not in found:
-            found[node] = len(found)
-            waiting.append(node)
-        return found[node]
+    def node_id(node: Any) -> int:
+        if node not in node_ids:
+            node_ids[node] = len(node_ids)
+            pending.append(node)
+        return node_ids[node]
 
-    waiting: list[Any] = []
-    tree_map(result, lambda item: number_of(item.grad_fn) if isinstance(item, Tensor) and item.grad_fn else None)
-    while waiting:
-        node = waiting.pop()
-        next_ones = tuple((-1 if to is None else number_of(to), place) for to, place in node.next_functions)
-        edges.append((found[node], type(node), next_ones))
+    pending: list[Any] = []
+    tree_map(result, lambda item: node_id(item.grad_fn) if isinstance(item, Tensor) and item.grad_fn else None)
+    while pending:
+        node = pending.pop()
+        next_nodes = tuple((-1 if child is None else node_id(child), index) for child, index in node.next_functions)
+        edges.append((node_ids[node], type(node), next_nodes))
     return tuple(edges)
 
 
@@ -162,35 +162,35 @@ class _CallRecord:
     """Record of executed operators that can be compared with other records.
 
     Attributes:
-        makers: Layer whose forward created a storage, by number of the storage.
-        num_before: Number of storages created before the record.
+        creators: Layer whose forward created a storage, by number of the storage.
+        num_earlier: Number of storages created before the record.
         entries: Descriptions of the operators, in order.
         is_complete: Whether all operators could be described.
     """
 
     counts: CountingMode
-    makers: Mapping[int, str]
-    num_before: int
+    creators: Mapping[int, str]
+    num_earlier: int
     entries: list[Hashable] = field(default_factory=list)
     is_complete: bool = True
     _names: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)  # storage -> names
     _starts: dict[int, int] = field(default_factory=dict)  # storage -> offset of the first named tensor in it
 
-    def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
+    def name(self, tensor: Tensor, kind: str, label: Hashable) -> None:
         """Assign a name to the memory of a tensor that exists before the recorded operators and outlives them."""
         with torch._C.DisableTorchFunction():
             key = tensor.untyped_storage()._cdata
-            self._names[key] = (*self._names.get(key, ()), (kind, which))
+            self._names[key] = (*self._names.get(key, ()), (kind, label))
             self._starts.setdefault(key, int(tensor.storage_offset()))
 
-    def add(self, what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def add(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record an operator, its arguments and its result."""
         if not self.is_complete:
             return
         # Hide these operations from modes that observe how a model uses weights or masks.
         with torch._C.DisableTorchFunction():
             try:
-                self.entries.append((what, self._describe(args), self._describe(kwargs), self._describe(result)))
+                self.entries.append((operation, self._describe(args), self._describe(kwargs), self._describe(result)))
             except _NotComparableError:
                 self.is_complete = False
 
@@ -199,8 +199,8 @@ class _CallRecord:
             key = value.untyped_storage()._cdata
             # Use relative offsets, because layers can use different rows of the same tensor.
             start = value.storage_offset() - self._starts.get(key, 0)
-            return (self._origin_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
-        if isinstance(value, _PLAIN):
+            return (self._origin(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
+        if isinstance(value, _PLAIN_TYPES):
             return (type(value), value)
         if isinstance(value, list | tuple):
             return (type(value), *(self._describe(item) for item in value))
@@ -210,18 +210,18 @@ class _CallRecord:
             return value
         raise _NotComparableError
 
-    def _origin_of(self, tensor: Tensor, key: int) -> Hashable:
+    def _origin(self, tensor: Tensor, key: int) -> Hashable:
         if (names := self._names.get(key)) is not None:
             return names
-        number = self.counts.number_of(tensor)
-        if number is not None and number >= self.num_before:
-            return number - self.num_before
+        index = self.counts.storage_index(tensor)
+        if index is not None and index >= self.num_earlier:
+            return index - self.num_earlier
         # A tensor from outside of the record may be freed before the trace ends, so only its number identifies it.
-        if number is None:
+        if index is None:
             raise _NotComparableError
-        if tensor.requires_grad and number in self.makers:  # others may be tables that layers share
+        if tensor.requires_grad and index in self.creators:  # others may be tables that layers share
             raise UnsupportedModelError(
-                self.counts.where,
-                f"its forward reads a tensor of {self.makers[number]} that is not an argument and can be out of date",
+                self.counts.current_unit,
+                f"its forward reads a tensor of {self.creators[index]} that is not an argument and can be out of date",
             )
-        return ("number", number)
+        return ("number", index)

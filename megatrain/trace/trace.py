@@ -23,7 +23,7 @@ from megatrain.engine.head.objective import Objective
 from megatrain.engine.program.visit_trace import VisitMemory, VisitTrace
 from megatrain.engine.unit.arguments import tree_map
 from megatrain.models.skeleton import is_multimodal, single_document_rows
-from megatrain.trace.kernel_work import kernels_counted
+from megatrain.trace.kernel_work import count_kernel_launches
 from megatrain.trace.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from megatrain.models.graph import ModelGraph
 
-_TRACED_PIECES = 2  # pieces of the head: one begins the gradient, one adds to it
+_NUM_TRACED_PIECES = 2  # pieces of the head: one begins the gradient, one adds to it
 _IMAGES_UNCOUNTED = "images: their number per step is unknown before the run"
 _LOSS_NBYTES = 4  # bytes of the loss per piece, kept until the step ends
 
@@ -66,25 +66,25 @@ def trace_visits(
     Raises:
         UnsupportedModelError: If the model cannot be streamed.
     """
-    device = _with_index(torch.device(device))
+    device = _add_device_index(torch.device(device))
     num_tokens, objective = batch_size * seq_len, objective or Objective()
-    with _fake_buffers(graph.model, device) as fake:
+    with _fake_buffers(graph.model, device) as fake_mode:
         order = PassOrder(head_rows=head_rows, head_columns=head_columns)
         tracer = Tracer(graph, compute_dtype, device, order=order, objective=objective, is_compiled=is_compiled)
-        with fake, tracer.counts:
-            with tracer.counts.paused():
+        with fake_mode, tracer.counts:
+            with tracer.counts.pause():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
             # Count pixels (outside of the pause), because they are live during the whole step.
             for name, value in (example or {}).items():
                 batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
                 tracer.counts.set_values(batch[name], value)
-            with tracer.counts.paused():
+            with tracer.counts.pause():
                 # Trace only a few pieces of the head. All pieces have the same cost, so the rest is added below.
-                num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head.rows) or num_tokens
+                num_rows = min(num_tokens, _NUM_TRACED_PIECES * tracer.runner.head.rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
                 loss = objective.loss.for_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
-            with _counted_run(tracer, graph.model, "text" if example is None else "images", padded=padded):
+            with _count_run(tracer, graph.model, "text" if example is None else "images", padded=padded):
                 if top_k is None:
                     tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, {0: loss}, num_tokens, 0)
                 else:
@@ -92,8 +92,8 @@ def trace_visits(
     trace = tracer.trace()
     if top_k is not None:
         trace = replace(trace, logits_flops=0)  # without a backward, logits are computed once
-    trace = _with_all_pieces(trace, num_rows, num_tokens, objective.loss.row_nbytes)
-    return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
+    trace = _scale_head(trace, num_rows, num_tokens, objective.loss.row_nbytes)
+    return trace if example is None else replace(trace, uncounted_ops=(*trace.uncounted_ops, _IMAGES_UNCOUNTED))
 
 
 def trace_generation(
@@ -117,33 +117,33 @@ def trace_generation(
     """
     from transformers import DynamicCache
 
-    device = _with_index(torch.device(device))
+    device = _add_device_index(torch.device(device))
     if not graph.model.can_generate():
         raise UnsupportedModelError(type(graph.model).__name__, "it has no head that generates text")
-    with _fake_buffers(graph.model, device) as fake:
+    with _fake_buffers(graph.model, device) as fake_mode:
         tracer = Tracer(graph, graph.dtype, device)
         runner = GenerationRunner(graph, tracer, device=device, bounds=tracer.runner.bounds)
         cache = DynamicCache(config=graph.config.get_text_config(decoder=True))
-        with fake, tracer.counts:
-            with tracer.counts.paused():
+        with fake_mode, tracer.counts:
+            with tracer.counts.pause():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
             def forward() -> Any:
                 return graph.model(**batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
-            with _counted_run(tracer, graph.model, "text"):
+            with _count_run(tracer, graph.model, "text"):
                 try:
                     runner.run([forward], [cache], [0])
                 except TypeError as error:
                     name = type(graph.model).__name__
                     raise UnsupportedModelError(name, f"its forward does not run with a cache ({error})") from error
     visits, counts = tuple(tracer.trunk_visits()), tracer.counts
-    trace = VisitTrace(visits, 0, 0, counts.guesses, tuple(counts.uncounted), num_tokens=batch_size * seq_len)
+    trace = VisitTrace(visits, 0, 0, counts.guesses, tuple(counts.uncounted_ops), num_tokens=batch_size * seq_len)
     return trace, runner.kept_nbytes
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _add_device_index(device: torch.device) -> torch.device:
     """Return the device with an index. Otherwise, operators on fake tensors would query the driver for the index."""
     if device != torch.device("cuda"):
         return device
@@ -155,55 +155,55 @@ def _fake_buffers(model: nn.Module, device: torch.device) -> Iterator[FakeTensor
     """Replace a model's buffers by fake tensors on the compute device within the context. Yield the fake mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    before = [(module, dict(module._buffers)) for module in model.modules()]
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    originals = [(module, dict(module._buffers)) for module in model.modules()]
     try:
-        with fake:
+        with fake_mode:
             move_buffers(model, device)
-        yield fake
+        yield fake_mode
     finally:
-        for module, buffers in before:
+        for module, buffers in originals:
             module._buffers.update(buffers)
 
 
 @contextmanager
-def _counted_run(
+def _count_run(
     tracer: Tracer, model: PreTrainedModel, inputs: Literal["text", "images"], *, padded: bool = True
 ) -> Iterator[None]:
     """Count the work of kernels and explain the model's errors within the context. Close the tracer on exit."""
     with (
-        _scalar_lists_supported(),
-        kernels_counted(tracer.counts.add_launch),
+        _support_scalar_lists(),
+        count_kernel_launches(tracer.counts.add_launch),
         nullcontext() if padded else single_document_rows(),
-        _failures_explained(model, inputs),
+        _explain_failures(model, inputs),
     ):
         yield
     tracer.close()
 
 
 @contextmanager
-def _scalar_lists_supported() -> Iterator[None]:
+def _support_scalar_lists() -> Iterator[None]:
     """Support ``torch.tensor([scalars])`` for fake scalars. torch reads the scalars' values without a dispatch.
 
     A torch function mode would not work, because modes are off within torch functions, where a forward can be
     suspended.
     """
-    before = torch.tensor
+    original = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, list | tuple):
             data = tree_map(data, lambda item: item.item() if isinstance(item, Tensor) else item)
-        return before(data, *args, **kwargs)
+        return original(data, *args, **kwargs)
 
     torch.tensor = tensor
     try:
         yield
     finally:
-        torch.tensor = before
+        torch.tensor = original
 
 
 @contextmanager
-def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
+def _explain_failures(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
     """Convert errors of a multimodal model to an ``UnsupportedModelError`` with a remedy."""
     try:
         yield
@@ -222,29 +222,29 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
         raise UnsupportedModelError(type(model).__name__, problem) from error
 
 
-def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
+def _scale_head(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
     """Scale the head of a trace from ``num_rows`` traced rows to ``num_tokens`` rows.
 
     The recompute of logits in the second pass is not counted. The last part of the vocabulary needs no recompute.
     """
-    again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
-    num_more = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
-    nbytes = _LOSS_NBYTES * num_more + row_nbytes * num_tokens
+    recompute_flops = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
+    num_added = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
+    nbytes = _LOSS_NBYTES * num_added + row_nbytes * num_tokens
     head = trace.head
     num_traced = -(-num_rows // (trace.head_rows or num_tokens))
     head = Work(
-        product_flops=head.product_flops * num_tokens // num_rows - again,
+        product_flops=head.product_flops * num_tokens // num_rows - recompute_flops,
         attention_flops=head.attention_flops * num_tokens // num_rows,
         skipped_flops=head.skipped_flops * num_tokens // num_rows,
         moved_nbytes=head.moved_nbytes * num_tokens // num_rows,
-        launches=head.launches * (num_traced + num_more) // num_traced,
+        launches=head.launches * (num_traced + num_added) // num_traced,
     )
 
-    def with_rows(memory: VisitMemory) -> VisitMemory:
+    def add_rows(memory: VisitMemory) -> VisitMemory:
         peaks = {"forward_nbytes": memory.forward_nbytes + nbytes, "backward_nbytes": memory.backward_nbytes + nbytes}
         return replace(memory, **peaks)
 
-    visits = tuple(replace(visit, memory=with_rows(visit.memory)) if visit.is_head else visit for visit in trace.visits)
+    visits = tuple(replace(visit, memory=add_rows(visit.memory)) if visit.is_head else visit for visit in trace.visits)
     return replace(
         trace,
         visits=visits,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.engine.device.work import NO_WORK, NOT_SAVABLE, NOTHING_UNNEEDED, SavableResults, SkippedProducts, Work
+from megatrain.engine.device.work import NO_PRODUCTS, NO_WORK, NOT_SAVABLE, SavableResults, SkippedProducts, Work
 from megatrain.engine.program.visit_trace import TracedVisit, VisitMemory
 from megatrain.engine.unit.saved_results import ResultSizes
 from megatrain.engine.unit.unneeded import ProductUses
@@ -56,12 +56,12 @@ class RecomputeCounts:
     graph_nbytes: int = 0
     attention: SavableResults = NOT_SAVABLE
     results: SavableResults = NOT_SAVABLE
-    unneeded: SkippedProducts = NOTHING_UNNEEDED
+    unneeded_products: SkippedProducts = NO_PRODUCTS
 
-    def renamed(self, names: Mapping[str, str]) -> RecomputeCounts:
+    def rename(self, names: Mapping[str, str]) -> RecomputeCounts:
         """Return a copy for a layer whose parameters have other names."""
-        weights = frozenset(names[name] for name in self.unneeded.weights)
-        return replace(self, unneeded=replace(self.unneeded, weights=weights))
+        weights = frozenset(names[name] for name in self.unneeded_products.weights)
+        return replace(self, unneeded_products=replace(self.unneeded_products, weights=weights))
 
 
 class RecomputeMeter:
@@ -73,24 +73,24 @@ class RecomputeMeter:
 
     def __init__(self, matrices: Mapping[int, str], counts: CountingMode) -> None:
         self._uses, self._sizes = ProductUses(matrices, count_flops), ResultSizes(matrices, count_flops)
-        self._counts, self._saved = counts, set[int | None]()  # numbers of storages that autograd saved
+        self._counts, self._saved_storages = counts, set[int | None]()  # numbers of storages that autograd saved
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measure the operators within the context."""
         self._counts.on_launch = self._uses.record_launch
         try:
             with (
                 saved_tensors_hooks(self._pack, lambda tensor: tensor),
-                self._uses.following(),
-                self._sizes.measuring(),
+                self._uses.track(),
+                self._sizes.measure(),
             ):
                 yield
         finally:
             self._counts.on_launch = None
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._saved.add(self._counts.number_of(tensor))
+        self._saved_storages.add(self._counts.storage_index(tensor))
         self._uses.record_saved(tensor)
         return tensor
 
@@ -102,14 +102,14 @@ class RecomputeMeter:
             inputs: Inputs that are kept until the backward.
             is_known: Whether a real run executes the same operators on the same number of tokens.
         """
-        alive, tensors = dict(self._counts.new_nbytes), tensors_in(value)
+        live_nbytes, tensors = dict(self._counts.new_nbytes), tensors_in(value)
         for tensor in tensors:
-            if self._counts.number_of(tensor) not in self._saved:
-                alive.pop(tensor.untyped_storage()._cdata, None)
+            if self._counts.storage_index(tensor) not in self._saved_storages:
+                live_nbytes.pop(tensor.untyped_storage()._cdata, None)
         graph_nbytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs)
-        graph_nbytes += sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
-        unneeded = self._uses.unneeded(tensors) if is_known else NOTHING_UNNEEDED
-        return RecomputeCounts(graph_nbytes, self._sizes.attention, self._sizes.results(unneeded.weights), unneeded)
+        graph_nbytes += sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in live_nbytes.values())
+        products = self._uses.find_unneeded(tensors) if is_known else NO_PRODUCTS
+        return RecomputeCounts(graph_nbytes, self._sizes.attention, self._sizes.results(products.weights), products)
 
 
 @dataclass(slots=True)
@@ -119,72 +119,72 @@ class VisitCounts:
     Attributes:
         unit: Index of the unit.
         phases: Counts of the visit's ticks, by phase.
-        stays_nbytes: Bytes in use at the start of the visit that stay in use until its backward.
-        saved: Inputs that are kept until the backward.
-        reused: Maps an input's index to the (visit, index) of an earlier input that is the same tensor.
+        retained_nbytes: Bytes in use at the start of the visit that stay in use until its backward.
+        saved_inputs: Inputs that are kept until the backward.
+        aliases: Maps an input's index to the (visit, index) of an earlier input that is the same tensor.
         equal_part: Visit to an equal part, which ran in place of this visit. None if this visit ran.
-        looked_up: Parameters that each run uses only once, to look up rows. None before the first run.
-        filled: Parameters that have gradients.
-        only_rows: Parameters that get only row gradients.
+        looked_up_params: Parameters that each run uses only once, to look up rows. None before the first run.
+        filled_params: Parameters that have gradients.
+        row_params: Parameters that get only row gradients.
     """
 
     unit: int = -1
     phases: dict[str, PhaseCounts] = field(default_factory=dict)
-    stays_nbytes: int = 0
-    saved: list[Tensor] = field(default_factory=list)
-    reused: dict[int, tuple[int, int]] = field(default_factory=dict)
+    retained_nbytes: int = 0
+    saved_inputs: list[Tensor] = field(default_factory=list)
+    aliases: dict[int, tuple[int, int]] = field(default_factory=dict)
     equal_part: VisitCounts | None = None
     no_token_probability: float = 0.0
-    looked_up: set[str] | None = None
-    filled: set[str] = field(default_factory=set)
-    only_rows: set[str] = field(default_factory=set)
+    looked_up_params: set[str] | None = None
+    filled_params: set[str] = field(default_factory=set)
+    row_params: set[str] = field(default_factory=set)
     has_backward: bool = False
     recompute: RecomputeCounts = RecomputeCounts()
 
     @property
     def saved_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Shapes and dtypes of the saved inputs."""
-        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.saved)
+        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.saved_inputs)
 
-    def traced_in_head(self, head: PhaseCounts, stays_nbytes: int, by_part: frozenset[str]) -> TracedVisit:
+    def to_head_visit(self, head: PhaseCounts, retained_nbytes: int, params: frozenset[str]) -> TracedVisit:
         """Return the trace of a visit in the head phase, whose work is counted for the whole head.
 
         Args:
-            stays_nbytes: Bytes in use between the last layer and the backward.
-            by_part: Parameters that the head processes one part at a time.
+            retained_nbytes: Bytes in use between the last layer and the backward.
+            params: Parameters that the head processes one part at a time.
         """
-        stays_nbytes = min(head.held_nbytes, stays_nbytes)
-        memory = VisitMemory(head.held_nbytes, stays_nbytes, head.peak_nbytes, head.peak_nbytes, 0)
+        retained_nbytes = min(head.held_nbytes, retained_nbytes)
+        memory = VisitMemory(head.held_nbytes, retained_nbytes, head.peak_nbytes, head.peak_nbytes, 0)
         return TracedVisit(
-            self.unit, True, self.has_backward, self.saved_shapes, memory, by_part=by_part, reused=self.reused
+            self.unit, True, self.has_backward, self.saved_shapes, memory, partwise_params=params, aliases=self.aliases
         )
 
-    def traced(self, unit: Unit) -> TracedVisit:
+    def to_visit(self, unit: Unit) -> TracedVisit:
         """Return the trace of a visit outside of the head."""
-        ran = self.equal_part or self
-        forward = ran.phases["forward"]
-        backward = ran.phases.get("backward") or PhaseCounts("backward", forward.visit)  # no backward ran
+        source = self.equal_part or self
+        forward = source.phases["forward"]
+        backward = source.phases.get("backward") or PhaseCounts("backward", forward.visit)  # no backward ran
         peaks = forward.peak_nbytes, backward.peak_nbytes
-        held_nbytes, recompute = self.phases["forward"].held_nbytes, ran.recompute
+        held_nbytes, recompute = self.phases["forward"].held_nbytes, source.recompute
         # Parts are counted as if they got all tokens. Memory keeps this bound; work is scaled by the expected share.
-        memory = VisitMemory(held_nbytes, min(held_nbytes, self.stays_nbytes), *peaks, recompute.graph_nbytes)
-        saved = self.saved_shapes
+        memory = VisitMemory(held_nbytes, min(held_nbytes, self.retained_nbytes), *peaks, recompute.graph_nbytes)
+        saved_shapes = self.saved_shapes
         # Looking up rows would run the unit again, but saved inputs can be read only once.
-        by_part = frozenset() if saved else frozenset(self.only_rows & (self.looked_up or set()))
-        is_savable = saved and unit.part is None and not self.reused
-        unneeded = recompute.unneeded
+        partwise_params = frozenset() if saved_shapes else frozenset(self.row_params & (self.looked_up_params or set()))
+        is_savable = saved_shapes and unit.part is None and not self.aliases
+        products = recompute.unneeded_products
         return TracedVisit(
             unit.index,
             False,
             has_backward=self.has_backward,
-            saved=saved,
+            saved_inputs=saved_shapes,
             memory=memory,
-            forward=forward.work.scaled(unit.share),
-            backward=(backward.work - unneeded.work).scaled(unit.share),
-            by_part=by_part,
+            forward=forward.work.scale(unit.share),
+            backward=(backward.work - products.work).scale(unit.share),
+            partwise_params=partwise_params,
             attention=recompute.attention if is_savable else NOT_SAVABLE,
             results=recompute.results if is_savable else NOT_SAVABLE,
-            reused=self.reused,
+            aliases=self.aliases,
             no_token_probability=self.no_token_probability,
-            unneeded=replace(unneeded, work=unneeded.work.scaled(unit.share)),
+            unneeded_products=replace(products, work=products.work.scale(unit.share)),
         )

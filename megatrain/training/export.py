@@ -21,7 +21,7 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.converters.adapters import adapters_of, export_adapter
 from megatrain.converters.spec import ModelSpec
-from megatrain.engine.program.block_keys import kind_of_key, state_key, stored_parts, weight_key
+from megatrain.engine.program.block_keys import key_kind, state_key, stored_parts, weight_key
 from megatrain.models.converter import ReadMaster
 from megatrain.models.export import check_target, export_dtype, export_model
 from megatrain.models.folder import BASE_CHECKSUM
@@ -132,13 +132,13 @@ class _CheckpointWeights:
         self._cached_pieces: dict[str, tuple[str, int, Tensor]] = {}
         with self._explain_errors():
             self._reader = CheckpointReader(checkpoint)
-        dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
+        dtypes = {record.dtype for key, record in self._reader.blocks.items() if key_kind(key) == "weight"}
         if len(dtypes) != 1:
             raise CheckpointError(
                 f"{checkpoint} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint"
             )
         self.dtype = dtype_from_name(dtypes.pop())
-        if is_ema and not any(kind_of_key(key) == EMA.name for key in self._reader.blocks):
+        if is_ema and not any(key_kind(key) == EMA.name for key in self._reader.blocks):
             raise CheckpointError(
                 f"{checkpoint} holds no average of the weights: its run has no optimizer.ema_decay. "
                 "Export it without --ema"
@@ -157,7 +157,7 @@ class _CheckpointWeights:
         blocks = self._reader.blocks
         sizes: dict[str, int] = {}
         for key, record in blocks.items():
-            if kind_of_key(key) == "weight":
+            if key_kind(key) == "weight":
                 weight = weight_key(key.rpartition("/")[0])
                 sizes[weight] = sizes.get(weight, 0) + record.shape[0]
         frozen_layouts = [layout for layout in graph.layouts.values() if not layout.trainable]
@@ -222,7 +222,7 @@ class _CheckpointWeights:
         return out
 
     def _piece(self, key: str, start: int) -> Tensor:
-        kind = kind_of_key(key)
+        kind = key_kind(key)
         if kind not in self._cached_pieces or self._cached_pieces[kind][:2] != (key, start):
             stop = min(start + self._reader.piece_bytes, self._reader.blocks[key].nbytes)
             with self._explain_errors():

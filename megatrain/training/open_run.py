@@ -14,9 +14,9 @@ from megatrain.base.progress import Activity
 from megatrain.base.timeline import Timeline
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.converters.adapters import AdapterError, adapters_of
-from megatrain.engine.device.environment import cublas_setting_read, deterministic_kernels, device_errors_explained
+from megatrain.engine.device.environment import consume_cublas_setting, deterministic_kernels, explain_device_errors
 from megatrain.engine.device.flash import flash_kernels
-from megatrain.engine.device.freed_memory import freed_memory_kept, give_back_freed_memory
+from megatrain.engine.device.freed_memory import keep_freed_memory, return_freed_memory
 from megatrain.engine.step import StepEngine
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.hub import fetch_weights, missing_files
@@ -85,10 +85,10 @@ def open_run(
     on_notice = on_message if group.world.is_first else group.notify
     # The store closes first, while device errors are still explained.
     with (
-        device_errors_explained(),
+        explain_device_errors(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
-        cublas_setting_read(plan.device),
-        flash_kernels(run.flash, repeatable_on=plan.device if run.is_deterministic else None),
+        consume_cublas_setting(plan.device),
+        flash_kernels(run.flash, checked_device=plan.device if run.is_deterministic else None),
         open_store(plan, on_notice=on_notice, on_event=timeline.on_event, loader=weights.loader) as store,
         _keep_freed_memory(plan, store),
     ):
@@ -100,10 +100,10 @@ def open_run(
 @contextmanager
 def _keep_freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
     if plan.device.type != "cpu":
-        give_back_freed_memory()  # with a GPU, the host runs no large computation
+        return_freed_memory()  # with a GPU, the host runs no large computation
         yield
         return
-    with freed_memory_kept(store, most_resident_bytes(plan)):
+    with keep_freed_memory(store, most_resident_bytes(plan)):
         yield
 
 

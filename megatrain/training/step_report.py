@@ -123,7 +123,7 @@ class StepMeter:
             recompute = replace(recompute, kept_parts=0)
         flops = step_flops(
             self._plan.trace,
-            num_places=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
+            num_positions=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
             recompute=recompute,
@@ -153,7 +153,7 @@ class StepMeter:
             process_usage=usage.process,
             model_flops=flops.model,
             hardware_flops=flops.hardware,
-            preferences=result.figures,
+            preferences=result.metrics,
         )
 
 

@@ -14,7 +14,7 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.config.resolved import config_lines
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.tape.ranked import parts_of_program
+from megatrain.engine.tape.ranked import program_properties
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
@@ -51,7 +51,7 @@ def _check_ranks_agree(plan: Plan, config: RunConfig, group: RankGroup) -> None:
     model = {name: str(value) for name, value in describe_model(plan).items()}
     check_same(group.gather, "model", model, "Give all ranks the same model folder, and the same kind of machine")
     # Ranks match collectives by their order, which is the order of ticks. Micro-batches and homes can differ.
-    check_same(group.gather, "program of a step", parts_of_program(plan.program, plan.run.batch.num_micro_batches))
+    check_same(group.gather, "program of a step", program_properties(plan.program, plan.run.batch.num_micro_batches))
 
 
 class Trainer:
@@ -63,7 +63,7 @@ class Trainer:
         with trainer.open() as runtime:
             runtime.load()
             engine = runtime.make_engine(num_steps=3)
-            engine.step(micro_batches, number=0, lr=1e-3)
+            engine.step(micro_batches, step_index=0, lr=1e-3)
 
     Args:
         observer: Receives every step, evaluation, checkpoint and message. None discards them.

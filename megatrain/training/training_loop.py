@@ -134,7 +134,7 @@ class TrainingLoop:
         batch = next(self._preparation.loader)
         self._runtime.timeline.is_recording = step + 1 in self._run.trace_steps
         lr = self._preparation.learning_rate(step)
-        result = engine.step(batch.micro_batches, number=step, lr=lr)
+        result = engine.step(batch.micro_batches, step_index=step, lr=lr)
         usage = meter.stop()
         is_due = self._saver.is_due(step + 1)
         records = self._consensus.gather_records(usage.record(is_paused=self._activity.is_paused()), is_due=is_due)
@@ -149,10 +149,10 @@ class TrainingLoop:
             num_trained_tokens=self.state.num_trained_tokens + result.num_trained_tokens,
             seconds=self.state.seconds + usage.step_s,
         )
-        if result.left_out:
+        if layers := result.skipped_layers:
             self._observer.on_message(
-                f"step {step + 1}: the gradients of {len(result.left_out)} layers are not finite, so they were not "
-                f"updated: {', '.join(result.left_out)}"
+                f"step {step + 1}: the gradients of {len(layers)} layers are not finite, so they were not "
+                f"updated: {', '.join(layers)}"
             )
         self._observer.on_step(meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
 

@@ -19,9 +19,9 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.converters.adapters import AdapterError, AdapterWeights, adapters_of
-from megatrain.engine.program.block_keys import kind_of_key, stored_parts, weight_key
+from megatrain.engine.program.block_keys import key_kind, stored_parts, weight_key
 from megatrain.engine.program.block_plan import BlockPlan
-from megatrain.engine.tape.updates import weight_is_split
+from megatrain.engine.tape.updates import has_split_weights
 from megatrain.models.converter import ReadMaster
 from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import ModelGraph, find_split_mismatch
@@ -247,7 +247,7 @@ class Weights:
         self._group = group
         self.passthrough: Mapping[str, Any] = {}
         self._store, self._plan, self._activity, self._on_notice = store, plan, activity, on_notice
-        self._is_split = weight_is_split(plan.graph)
+        self._is_split = has_split_weights(plan.graph)
 
     # -- before training -----------------------------------------------------------------------------------------
 
@@ -333,12 +333,12 @@ class Weights:
         for key, block in self._plan.program.blocks.items():
             record = reader.blocks.get(key)
             dtype = str(block.dtype).removeprefix("torch.")
-            if kind_of_key(key) == EMA.name and record is None:
+            if key_kind(key) == EMA.name and record is None:
                 raise CheckpointError(
                     f"{checkpoint} has no average of the weights, which optimizer.ema_decay needs. Write "
                     "ema_decay = 0; or start a new run from its exported model, whose average begins there"
                 )
-            if block.kind == "optimizer" and kind_of_key(key) != "low" and record is not None and record.dtype != dtype:
+            if block.kind == "optimizer" and key_kind(key) != "low" and record is not None and record.dtype != dtype:
                 formats = {"uint8": "int8"}
                 raise CheckpointError(
                     f"{checkpoint} holds the optimizer's moments in {formats.get(record.dtype, record.dtype)}, and "
@@ -412,12 +412,12 @@ class Weights:
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
         """Return the blocks of a weight, each with its range of elements."""
         program = self._plan.program
-        return list(zip(program.owned_weight_parts_of(layout), program.weight_keys(layout), strict=True))
+        return list(zip(program.owned_weight_parts(layout), program.weight_keys(layout), strict=True))
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
         """Yield a layout's parts, each with the key of its low half, or with None for a frozen layout."""
         program = self._plan.program
-        for part, key in zip(program.owned_parts_of(layout), program.state_keys(layout, "low"), strict=True):
+        for part, key in zip(program.owned_layout_parts(layout), program.state_keys(layout, "low"), strict=True):
             yield part, key if key in program.blocks else None
 
     @contextmanager
@@ -436,12 +436,12 @@ class Weights:
             kind.name for kind in self._plan.traced.optimizer.state_kinds(self._is_split) if kind.begins_as_weight
         }
         for block in program.blocks.values():
-            if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copied_kinds}:
+            if block.kind == "optimizer" and key_kind(block.key) not in {"low", *copied_kinds}:
                 with self._open_for_writing(block.key) as tensor:
                     tensor.zero_()
         for layout in self._plan.graph.layouts.values():
             for kind in copied_kinds:
-                pairs = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
+                pairs = zip(program.owned_layout_parts(layout), program.state_keys(layout, kind), strict=True)
                 parts = [(part, key) for part, key in pairs if key in program.blocks]
                 if parts:
                     with self.master(layout) as read_master:
@@ -584,9 +584,7 @@ class GatheredWeights:
     def _owned_slices(self, rank: int, name: str, start: int, stop: int) -> Iterator[slice]:
         """Yield the slices of a range that contain the elements of ``rank``."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
-        owned_parts = [
-            (program.sharding.shards.owned_range(part, rank), "") for part in program.weight_parts_of(layout)
-        ]
+        owned_parts = [(program.sharding.shards.owned_range(part, rank), "") for part in program.weight_parts(layout)]
         for _, _, target in overlaps(owned_parts, start, stop):
             yield target
 
@@ -647,12 +645,12 @@ def saved_shards(plan: Plan) -> dict[str, SavedShard]:
                 shards_by_key[key] = SavedShard(part.start, -(-len(part) // size), span)
 
     for layout in plan.graph.layouts.values():
-        weights = program.weight_parts_of(layout), program.owned_weight_parts_of(layout)
+        weights = program.weight_parts(layout), program.owned_weight_parts(layout)
         add(program.weight_keys(layout), *weights, None)
-        for kind in plan.traced.optimizer.state_kinds(weight_is_split(plan.graph)):
+        for kind in plan.traced.optimizer.state_kinds(has_split_weights(plan.graph)):
             if kind.name == "weight":
                 continue
-            parts, owned = program.parts_of(layout), program.owned_parts_of(layout)
+            parts, owned = program.layout_parts(layout), program.owned_layout_parts(layout)
             if kind.elements_of is not None and not kind.has_weight_layout(layout):
                 if program.sharding.shards.is_local:
                     continue

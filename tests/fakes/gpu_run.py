@@ -61,7 +61,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(stepping, "warm_up_norm"),
         # Not a Mock, because a Mock would keep all call arguments in memory.
-        mock.patch.object(device_kernels, "are_for", _without_kernels),
+        mock.patch.object(device_kernels, "are_usable", _without_kernels),
     ]
     with device.in_place(), ExitStack() as stack:
         for patch in patches:

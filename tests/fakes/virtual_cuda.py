@@ -69,7 +69,7 @@ _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default
 _SUMMED_IN_FP32 = {aten.mm.dtype_out: aten.mm.out, aten.addmm.dtype_out: aten.addmm.out}
 #: Products that torch computes with cuBLAS, whose workspace setting determines the order of additions.
 _CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
-_REPEATABLE = (":4096:8", ":16:8")
+_CONFIGS = (":4096:8", ":16:8")
 #: Operations with possible host tensors as arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -371,7 +371,7 @@ class VirtualCuda(LazyDevice):
     def _check_cublas(self) -> None:
         """Read the cuBLAS setting at the first product, like torch. Later changes have no effect."""
         if self._cublas_is_repeatable is None:
-            self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _REPEATABLE
+            self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _CONFIGS
         if torch.get_deterministic_debug_mode() == 2 and not self._cublas_is_repeatable:
             raise RuntimeError(
                 "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but "

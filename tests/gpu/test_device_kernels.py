@@ -25,7 +25,7 @@ def test_rows_are_added_with_the_host_s_bits(
     dtype: torch.dtype, ignored: int | None, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_triton:
-        monkeypatch.setattr(device_kernels, "are_for", lambda tensor: False)
+        monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: False)
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     generator = torch.Generator().manual_seed(3)
     indexes = (WORDS * torch.rand(5000, generator=generator).pow(4)).long()  # some words again and again

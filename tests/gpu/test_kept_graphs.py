@@ -77,14 +77,14 @@ def test_saved_results_on_a_device(what: str, family: str, dtype: torch.dtype, v
     config = tiny_config(family, tied=False, max_position_embeddings=512)
     loss, gradients, _ = step(config, dtype, ())
     num_calls: list[int] = []
-    replaying = SavedResults.replaying
+    replaying = SavedResults.replay_calls
 
     def counted(results: SavedResults, room: torch.Tensor, owners: Any) -> Any:
         num_calls.append(sum(call is not None for call in results._calls))
         return replaying(results, room, owners)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SavedResults, "replaying", counted)
+        patch.setattr(SavedResults, "replay_calls", counted)
         saved_loss, saved_gradients, _ = step(config, dtype, (), **{what: range(1, 1 + config.num_hidden_layers)})
     # Without a trace no product counts as unneeded: seven products, and attention if its kernel can be saved.
     is_fused = virtual is not None or dtype != torch.float32

@@ -46,9 +46,9 @@ def test_host_waits_only_for_the_end_of_a_step(tiny_model: Path, tmp_path: Path)
         plan.traced.optimizer.warm_up()
         engine, loader = trainer.make_engine(4), make_loader(config, plan)
         for number in range(2):  # kernels are compiled
-            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         with no_waits_allowed():
-            results = [engine.step(next(loader).micro_batches, number=n, lr=1e-3) for n in (2, 3)]
+            results = [engine.step(next(loader).micro_batches, step_index=n, lr=1e-3) for n in (2, 3)]
         engine.finish_updates()
     assert all(6 < result.loss < 7 and 1 < result.grad_norm < 5 for result in results)
 

@@ -107,7 +107,7 @@ def two_ranks(folder: Path, text: str) -> list[tuple[float, float | None]]:
         trainer.load()
         engine = trainer.make_engine(2)
         for number in range(2):
-            result = engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            result = engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
             found.append((result.loss, result.grad_norm))
         engine.finish_updates()
     return found

@@ -52,7 +52,7 @@ def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tab
         for number in range(NUM_STEPS):
             batch = next(loader).micro_batches
             with no_waits_allowed() if number >= 2 else nullcontext():  # before, memory is made
-                result = engine.step(batch, number=number, lr=1e-3)
+                result = engine.step(batch, step_index=number, lr=1e-3)
             found.append((result.loss, result.grad_norm))
         engine.finish_updates()
         assert 0 < engine.window_bytes <= peak_bytes(collective_transients(plan.graph, plan.program))

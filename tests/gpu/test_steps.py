@@ -61,9 +61,9 @@ def test_host_waits_only_for_the_end_of_a_step(
     tables = {"optimizer": f"max_grad_norm = {max_grad_norm}", "data": f"packing = {packing}", "placement": placement}
     with engine_in(tmp_path, tiny_model, 6, **tables) as (engine, loader, _):
         for number in range(3):  # libraries initialize, and memory is allocated
-            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         with no_waits_allowed():
-            results = [engine.step(next(loader).micro_batches, number=n, lr=1e-3) for n in range(3, 6)]
+            results = [engine.step(next(loader).micro_batches, step_index=n, lr=1e-3) for n in range(3, 6)]
         assert all(6 < result.loss < 7 and 1 < result.grad_norm < 5 for result in results)
         engine.finish_updates()
 
@@ -88,7 +88,7 @@ def test_memory_is_constant_over_fifty_steps(
         assert isinstance(tier, GpuTier)
         warm, after = {}, {}
         for number in range(num_steps):
-            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
             if number + 1 in (num_warm, num_steps):
                 (warm if number + 1 == num_warm else after).update(memory_of(tier))
         engine.finish_updates()
@@ -108,7 +108,7 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
         tier = trainer.store.tier("gpu")
         assert isinstance(tier, GpuTier)
         for number in range(4):
-            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         engine.finish_updates()
         assert (tier.num_drops > 0) == is_tight  # the step depends on the order in which copies end
 

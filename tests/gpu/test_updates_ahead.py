@@ -39,11 +39,11 @@ def test_updates_ahead_match_host_decided_updates_bitwise(
     """A step that is not finite leaves weights, state and the count of updates unchanged."""
     tables = {"optimizer": f'{optimizer}\nnonfinite = "skip"'}
     with run_in(tmp_path / "ahead", tiny_model, **tables) as run:
-        assert run.engine._access.updates_ahead
+        assert run.engine._access.can_update_ahead
         results, ahead = steps(run)
         num_updates = run.engine.num_updates
     with run_in(tmp_path / "ram", tiny_model, **tables, placement=HALF_IN_RAM) as run:
-        assert not run.engine._access.updates_ahead
+        assert not run.engine._access.can_update_ahead
         in_ram, digests = steps(run)
         assert digests == ahead and in_ram[0] == results[0] and in_ram[2:] == results[2:]
     monkeypatch.setattr(UpdateOps, "are_all_on_device", lambda ops: False)

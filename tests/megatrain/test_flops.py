@@ -25,7 +25,7 @@ def trace_of(config: Any, **options: Any) -> VisitTrace:
 
 
 def all_of(trace: VisitTrace) -> StepFlops:
-    return step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS, num_trained_tokens=TOKENS)
+    return step_flops(trace, num_positions=TOKENS, num_real_tokens=TOKENS, num_trained_tokens=TOKENS)
 
 
 def counted(config: Any, freeze: tuple[str, ...] = ()) -> int:
@@ -46,7 +46,7 @@ def test_model_flops_are_torchs_count_of_the_plain_model(family: str) -> None:
     # Products between the layers are excluded: some releases of transformers make their rotary tables by one.
     assert 0 <= counted(config) - flops.model <= 1e-4 * flops.model
     head = trace.head.flops
-    left_out = sum(visit.unneeded.work.flops for visit in trace.visits)
+    left_out = sum(visit.unneeded_products.work.flops for visit in trace.visits)
     # A forward is a third of forward and backward; less if a mamba consists of plain torch operations.
     assert 1.24 <= (flops.hardware + left_out - head) / (flops.model - head) <= 1.02 * 4 / 3
 
@@ -94,12 +94,12 @@ def test_experts_count_for_the_tokens_they_see() -> None:
 def test_flops_depend_on_padding_and_labels() -> None:
     trace = trace_of(tiny_config("llama", tied=False))
     whole = all_of(trace)
-    half = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS // 2, num_trained_tokens=TOKENS)
+    half = step_flops(trace, num_positions=TOKENS, num_real_tokens=TOKENS // 2, num_trained_tokens=TOKENS)
     assert half.hardware == whole.hardware
     assert half.model == trace.head.flops + (whole.model - trace.head.flops) / 2, "the same number of labels"
-    unlabelled = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS, num_trained_tokens=0)
+    unlabelled = step_flops(trace, num_positions=TOKENS, num_real_tokens=TOKENS, num_trained_tokens=0)
     assert whole.model - unlabelled.model == trace.head.flops == 6 * TOKENS * 32 * VOCAB
-    several = step_flops(trace, num_places=3 * TOKENS, num_real_tokens=3 * TOKENS, num_trained_tokens=3 * TOKENS)
+    several = step_flops(trace, num_positions=3 * TOKENS, num_real_tokens=3 * TOKENS, num_trained_tokens=3 * TOKENS)
     assert several == StepFlops(3 * whole.model, 3 * whole.hardware)
 
 

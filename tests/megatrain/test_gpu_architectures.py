@@ -67,7 +67,7 @@ def update(rule: str, grad: str, format_of_moments: str, *, is_table: bool = Fal
 
 
 BLOCK, WARPS = device_kernels._BLOCK_COLUMNS, device_kernels._LOGIT_WARPS
-FACTORS = dict.fromkeys(("divisor", "z_factor", "share", "at_label"), "fp32")
+FACTORS = dict.fromkeys(("divisor", "z_factor", "share", "label_weight"), "fp32")
 LOGITS = {"logits": "*bf16", "labels": "*i64"}
 CASES = {
     "adamw, bf16 gradients": update("adamw", "*i16", "fp32"),
@@ -98,22 +98,22 @@ CASES = {
     "sum_in_order": Case("optim", "sum_in_order", {"values": "*fp64", "total": "*fp64"}, {}, options={"num_warps": 1}),
     "group_rows": Case(
         "engine", "group_rows", {"indexes": "*i64", "groups": "*i32"},
-        {"block_rows": device_kernels._BLOCK_ROWS, "block_others": device_kernels._BLOCK_OTHERS},
+        {"block_rows": device_kernels._BLOCK_ROWS, "block_compared": device_kernels._BLOCK_COMPARED},
     ),
     "add_rows": Case(
-        "engine", "add_rows", {"place": "*fp32", "rows": "*bf16", "groups": "*i32"}, {"block_columns": BLOCK},
+        "engine", "add_rows", {"target": "*fp32", "rows": "*bf16", "groups": "*i32"}, {"block_columns": BLOCK},
     ),
     "copy_rows": Case(
-        "engine", "copy_rows", {"found": "*bf16", "rows": "*bf16", "indexes": "*i64"},
+        "engine", "copy_rows", {"out": "*bf16", "rows": "*bf16", "indexes": "*i64"},
         {"block_columns": BLOCK, "unit": 8}, is_wide=True,
     ),
     "add_logits": Case(
-        "engine", "add_logits", {**LOGITS, **dict.fromkeys(("largest", "exponentials", "of_label"), "*fp32")},
-        {"block_columns": device_kernels._BLOCK_LOGITS, "unit": 8, "totals": None}, is_wide=True,
+        "engine", "add_logits", {**LOGITS, **dict.fromkeys(("max_logits", "exp_sums", "label_logits"), "*fp32")},
+        {"block_columns": device_kernels._BLOCK_LOGITS, "unit": 8, "logit_sums": None}, is_wide=True,
         options={"num_warps": WARPS},
     ),
-    "gradient_of_logits": Case(
-        "engine", "gradient_of_logits",
+    "logits_gradient": Case(
+        "engine", "logits_gradient",
         {**LOGITS, **FACTORS, "gradient": "*bf16", "log_sums": "*fp32"},
         {"block_columns": BLOCK, "unit": 8, "weights": None}, is_wide=True,
     ),

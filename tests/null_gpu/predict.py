@@ -88,7 +88,7 @@ def figures(plan: Plan, loaded: LoadedProfile) -> dict[str, str]:
     return {
         "tokens of a step": f"{plan.shape.tokens_per_step:,}",
         "micro-batch tokens, order": f"{plan.trace.num_tokens:,}, {plan.run.batch.order}",
-        "layers with kept graphs, with saved results": f"{len(recompute.kept_graphs)}, {len(recompute.saving)}",
+        "layers with kept graphs, with saved results": f"{len(recompute.kept_graphs)}, {len(recompute.saving_visits)}",
         "FLOP/token": f"{flops_per_token(plan):.3g}",
         "products, s": f"{products_s:.3f}",
         "attention, s": f"{attention_s:.3f}",

@@ -151,7 +151,7 @@ class Steps:
             about, plan = side.about(), side._ours.plan
             self.row("plan", about["start_parts_s"]["plan"], "s")
             self.row("plan_is_exact", int(plan.trace.exact), "1", target=1, ok=plan.trace.exact)
-            self.row("uncounted", len(plan.trace.uncounted), "operators", target=0, ok=not plan.trace.uncounted)
+            self.row("uncounted", len(plan.trace.uncounted_ops), "operators", target=0, ok=not plan.trace.uncounted_ops)
             self.row("hardware_flops", about["hardware_flops"], "FLOP")
             if self._launches_per_s is not None:
                 self._predict_host(plan, self._launches_per_s)

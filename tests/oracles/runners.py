@@ -48,7 +48,7 @@ def layer_runner(
     order: Literal["layer", "micro_batch"] = "layer",
     head_rows: int | None = None,
     head_columns: int | None = None,
-    parts_in_turn: bool = False,
+    is_part_major: bool = False,
     kept: Iterable[int] = (),
     saved_attention: Iterable[int] = (),
     saved_results: Iterable[int] = (),
@@ -60,7 +60,7 @@ def layer_runner(
         graph,
         access,
         device=device,
-        order=PassOrder(order, head_rows, head_columns, parts_in_turn),
+        order=PassOrder(order, head_rows, head_columns, is_part_major),
         recompute=Recompute(frozenset(kept), frozenset(saved_attention), frozenset(saved_results), kept_parts),
         **options,
     )

@@ -39,7 +39,7 @@ class Steps:
         """Run the next step on its own batch, or on the batch with another number."""
         number = len(self.results)
         batches = self._batches[number if batch is None else batch]
-        self.results.append(self.engine.step(batches, number=number, lr=1e-3))
+        self.results.append(self.engine.step(batches, step_index=number, lr=1e-3))
         return self.results[-1]
 
     def contents(self) -> dict[str, Tensor]:

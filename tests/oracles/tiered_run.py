@@ -162,7 +162,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         before = store.stats()
         engine = running.make_engine(num_steps)
         for number in range(num_steps):
-            result = engine.step(next(loader).micro_batches, number=number, lr=lr(number))
+            result = engine.step(next(loader).micro_batches, step_index=number, lr=lr(number))
             run.losses.append(result.loss)
             run.grad_norms.append(result.grad_norm)
         engine.finish_updates()
@@ -179,7 +179,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
             with running.weights.master(layout) as read:
                 run.weights.update(views(read(0, layout.num_elements).clone(), layout))
             for key in plan.program.state_keys(layout, "ema"):
-                if key in plan.program.blocks and len(plan.program.parts_of(layout)) == 1:
+                if key in plan.program.blocks and len(plan.program.layout_parts(layout)) == 1:
                     with store.acquire(key, "gpu" if plan.placement.homes[key] == "gpu" else "ram") as lease:
                         run.averages.update(views(lease.tensor.cpu().clone(), layout))
     return run

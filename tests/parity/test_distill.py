@@ -122,7 +122,7 @@ def with_teacher(batches: Sequence[Mapping[str, Tensor]], temperature: float) ->
     ("family", "options"),
     [
         ("llama", {"head_columns": 16}),
-        ("llama", {"head_columns": 16, "parts_in_turn": True}),
+        ("llama", {"head_columns": 16, "is_part_major": True}),
         ("gemma2", {"head_columns": 16}),  # caps its logits; its head is the embedding
         ("gpt2", {"head_columns": 0}),
         ("mixtral", {"head_columns": 16}),
@@ -136,7 +136,7 @@ def test_every_gradient_matches_plain_torch(family: str, options: dict[str, Any]
     model = build_model(config)
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-    columns = {key: value for key, value in options.items() if key != "parts_in_turn"}
+    columns = {key: value for key, value in options.items() if key != "is_part_major"}
     trace = trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=4, **columns)
     runner = layer_runner(
         graph,

@@ -236,8 +236,8 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
     saved = sum(
         torch.Size(shape).numel() * dtype.itemsize
         for visit in trace.visits
-        for index, (shape, dtype) in enumerate(visit.saved)
-        if index not in visit.reused
+        for index, (shape, dtype) in enumerate(visit.saved_inputs)
+        if index not in visit.aliases
     )
     workspace = planned_workspace(plan.graph, trace, num_micro_batches, logit_parts_in_workspace(trace))
     return num_micro_batches * saved, workspace, max(visit.memory.held_nbytes for visit in trace.visits)

@@ -207,11 +207,11 @@ def test_skip_by_layer_leaves_out_that_layer_alone(
         with monkeypatch.context() as patch:
             spoil(patch, f"{MIDDLE}.*")
             result = run.step()
-        assert result.left_out == (MIDDLE,) and not result.skipped
+        assert result.skipped_layers == (MIDDLE,) and not result.skipped
         after = run.contents()
         assert changed(before, after) == {key.rpartition("/")[0] for key in before} - {MIDDLE}
         assert run.engine.num_updates == 2
-        assert not run.step().left_out
+        assert not run.step().skipped_layers
         assert MIDDLE in changed(after, run.contents())
         with monkeypatch.context() as patch:
             spoil(patch, "*")

@@ -118,14 +118,14 @@ def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple
         micro_batches = next(make_loader(config, plan)).micro_batches
         engine = trainer.make_engine(1)
         patch.setattr(Updater, "update", spying)
-        engine.step(micro_batches, number=0, lr=1e-3)
+        engine.step(micro_batches, step_index=0, lr=1e-3)
         engine.finish_updates()
         patch.undo()
         trainer.end_steps()
     found: dict[str, Tensor] = {}
     for layout in plan.graph.layouts.values():
         if layout.trainable:
-            flat = torch.cat([taken[layout.name, part] for part in range(len(plan.program.parts_of(layout)))])
+            flat = torch.cat([taken[layout.name, part] for part in range(len(plan.program.layout_parts(layout)))])
             found.update(views(flat, layout))
     return found, gradients_by_hand(plan, weights, list(micro_batches))
 
@@ -183,7 +183,7 @@ def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
     """Count the bytes of the gradient sums outside of blocks that the engine makes in the running step, by visit."""
     made: Counter[int] = Counter()
     visits: list[int] = []
-    held, like = LeasedGradients.held, pieces.fp32_like
+    held, like = LeasedGradients.lease_sums, pieces.empty_sum
 
     def watching(self: LeasedGradients, layouts: Sequence[UnitLayout], visit: int) -> AbstractContextManager[Any]:
         visits.append(visit)
@@ -194,9 +194,9 @@ def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
         made[visits[-1]] += memory.nbytes
         return memory
 
-    patch.setattr(LeasedGradients, "held", watching)
+    patch.setattr(LeasedGradients, "lease_sums", watching)
     for module in (leased, pieces):
-        patch.setattr(module, "fp32_like", counting)
+        patch.setattr(module, "empty_sum", counting)
     return made
 
 

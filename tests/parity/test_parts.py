@@ -14,7 +14,7 @@ from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
 from megatrain.engine.head import head_plan
-from megatrain.engine.program.block_keys import kind_of_key
+from megatrain.engine.program.block_keys import key_kind
 from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.engine.program.builder import ProgramBuilder
 from megatrain.models.graph import ModelGraph
@@ -62,7 +62,7 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
         assert visits == [False, True]
         for tick in run.plan.program.ticks:
             for group in (tick.held, *tick.passing):
-                kinds = [kind_of_key(key) for key, _ in group if key.startswith("model.embed_tokens/")]
+                kinds = [key_kind(key) for key, _ in group if key.startswith("model.embed_tokens/")]
                 assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # for tied head and embedding
         run.assert_same(held)
         run.assert_as_planned()
@@ -128,14 +128,14 @@ def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, sma
     )
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     for tick in plan.updates.ticks:
-        weight = next(key for key, _ in tick.uses if kind_of_key(key) == "weight")
+        weight = next(key for key, _ in tick.uses if key_kind(key) == "weight")
         layout = plan.graph.layouts[weight.rpartition("/")[0]]
         is_cut = layout.name in plan.program.cuts.weights
-        assert [kind_of_key(key) for key, _ in tick.held[:1]] == ([] if is_cut else ["weight"])
+        assert [key_kind(key) for key, _ in tick.held[:1]] == ([] if is_cut else ["weight"])
         groups = tick.passing or (tick.held[1:],)
         assert len(groups) == len(layout.parts)
         for group, part in zip(groups, layout.parts, strict=True):
-            assert [kind_of_key(key) for key, _ in group] == ["weight"] * is_cut + ["low", "m", "v", "grad"]
+            assert [key_kind(key) for key, _ in group] == ["weight"] * is_cut + ["low", "m", "v", "grad"]
             assert {plan.program.blocks[key].num_elements for key, _ in group} == {len(part)}
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
     # Also by a version with whole weights: any cut of the weights can resume the checkpoint.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProgramBuilder, "_accepts_parts", lambda *_: False)
+        patch.setattr(ProgramBuilder, "_can_use_parts", lambda *_: False)
         stopped = train(3, "stopped", nvme=0)
         assert "model.embed_tokens/weight" in keys_of(stopped)
     stopped = train(4, "stopped", nvme=0)
@@ -214,5 +214,5 @@ def test_the_least_ram_follows_the_part_not_the_layout(
 def test_kinds_of_blocks_outlive_their_parts(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, precision=BF16))
     program = plan_run(resolve(load_config(tmp_path / "run.toml").config)).program
-    durable = {kind_of_key(block.key) for block in program.blocks.values() if block.kind in DURABLE_KINDS}
+    durable = {key_kind(block.key) for block in program.blocks.values() if block.kind in DURABLE_KINDS}
     assert durable == {"weight", "low", "m", "v"}

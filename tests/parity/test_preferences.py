@@ -23,7 +23,7 @@ from megatrain.data.preference_format import PREFERENCE
 from megatrain.data.row_kind import RowKind
 from megatrain.data.tagged_rows import ANSWERS
 from megatrain.engine.device.host_io import read_numbers
-from megatrain.engine.head.loss import mean_figures
+from megatrain.engine.head.loss import mean_metrics
 from megatrain.engine.head.objective import Objective
 from megatrain.engine.micro_batches import shifted_labels
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
@@ -108,7 +108,7 @@ class Setup:
     def step(self, **options: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         runner, access = make_runner(self.config, self.policy, Objective(self.loss), **options)
         queued = runner.queue(self.batches)
-        means = mean_figures(queued.figures)
+        means = mean_metrics(queued.metrics)
         figures = self.loss.step_metrics(means)
         return sum(read_numbers(queued.terms)), figures, access.finish()
 
@@ -215,7 +215,7 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     assert figures.get("nll_loss", 0.0) in (0.0, pytest.approx(nll_of_chosen(setup.batches, setup.policy), rel=1e-5))
 
     # Neither the loop order nor leases in turn change a bit; whole logits give other bits.
-    for options in ({"order": "micro_batch"}, {"parts_in_turn": True}):
+    for options in ({"order": "micro_batch"}, {"is_part_major": True}):
         again, same, gradients = setup.step(**options)
         assert again == loss and same == figures
         assert all(torch.equal(gradient, found[name]) for name, gradient in gradients.items())

@@ -181,14 +181,14 @@ def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
 @contextmanager
 def products_seen() -> Iterator[set[tuple[int, int, int]]]:
     """Collect the shapes of the products of weight gradients, `(M, K, N)`."""
-    add, seen = GradientAccumulator._add, set[tuple[int, int, int]]()
+    add, seen = GradientAccumulator._add_matmul, set[tuple[int, int, int]]()
 
     def seeing(self: GradientAccumulator, target: Tensor, left: Tensor, right: Tensor, **options: Any) -> None:
         if not isinstance(left, FakeTensor):  # of a trace
             seen.add((*left.shape, right.shape[1]))
         add(self, target, left, right, **options)
 
-    with mock.patch.object(GradientAccumulator, "_add", seeing):
+    with mock.patch.object(GradientAccumulator, "_add_matmul", seeing):
         yield seen
 
 

@@ -214,9 +214,9 @@ def test_stop_during_updates_resumes_from_the_last_checkpoint(
     whole = train(tmp_path / "whole", tiny_model, ON_NVME, **tables)
     take, add, now = StepEngine.step, GradientAccumulator.add, [-1]
 
-    def step(self: StepEngine, micro_batches: Any, *, number: int, lr: float) -> StepResult:
-        now[0] = number
-        return take(self, micro_batches, number=number, lr=lr)
+    def step(self: StepEngine, micro_batches: Any, *, step_index: int, lr: float) -> StepResult:
+        now[0] = step_index
+        return take(self, micro_batches, step_index=step_index, lr=lr)
 
     def spoiled(self: GradientAccumulator, name: str, gradient: torch.Tensor) -> None:
         is_bad = now[0] == 3 and name.startswith("model.layers.1.")

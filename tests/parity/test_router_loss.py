@@ -105,7 +105,7 @@ def test_each_micro_batch_counts_by_its_share_of_the_labels(rows: int) -> None:
     batches = [padded(texts()[at : at + rows], rows) for at in range(0, len(LENGTHS), rows)]  # 4: two rows are empty
     found = streamed(config, batches)
     assert_close(found, by_hand(config, batches))
-    again = streamed(config, batches, order="micro_batch", head_columns=20, parts_in_turn=True)
+    again = streamed(config, batches, order="micro_batch", head_columns=20, is_part_major=True)
     assert_close(again, by_hand(config, batches))
 
 

@@ -32,7 +32,7 @@ def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zam
     text = config_text(tmp_path, zamba, nvme=0, training='recompute = "full"')
     (tmp_path / "run.toml").write_text(text)
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
-    num_inputs = [len(visit.saved) for visit in plan.trace.visits]
+    num_inputs = [len(visit.saved_inputs) for visit in plan.trace.visits]
     assert max(num_inputs) == 2
     for tick in plan.program.ticks:
         if tick.phase == "backward":

@@ -21,8 +21,8 @@ from megatrain.engine.head.head_model import HeadModel
 from megatrain.engine.head.head_plan import HeadPlan, plan_head
 from megatrain.engine.head.objective import Objective
 from megatrain.engine.head.vocabulary import vocabulary_ranges
-from megatrain.engine.program.visit_trace import layouts_of_unit
-from megatrain.engine.tape.pieces import rows_of_parts
+from megatrain.engine.program.visit_trace import unit_layouts
+from megatrain.engine.tape.pieces import part_rows
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.plan.attempts import logit_parts_in_workspace
 from megatrain.trace.trace import trace_visits
@@ -86,10 +86,10 @@ def test_product_logits_without_the_model_are_bitwise_equal(
 ) -> None:
     config, calls = tiny_config(family), mock.Mock(wraps=HeadModel._call)
     monkeypatch.setattr(HeadModel, "_call", lambda self, *args: calls(self, *args))
-    found = step(config, dtype=dtype, parts_in_turn=in_turn)
+    found = step(config, dtype=dtype, is_part_major=in_turn)
     num_calls = calls.call_count
     monkeypatch.setattr(forward, "plan_head", lambda graph: replace(plan_of(graph), is_product=False))
-    assert_same(step(config, dtype=dtype, parts_in_turn=in_turn), found)
+    assert_same(step(config, dtype=dtype, is_part_major=in_turn), found)
     assert num_calls == (calls.call_count - num_calls if family == "granite" else 0), "granite divides its logits"
 
 
@@ -124,13 +124,13 @@ def test_losses_and_gradients_match_hugging_face(family: str, tied: bool) -> Non
     assert_close(found, (expected.loss, expected.gradients))
     assert_same(step(config, kept_parts=3), found)
     assert_same(step(config, kept_parts=PARTS, order="micro_batch"), found)
-    assert_same(step(config, parts_in_turn=True), found)
+    assert_same(step(config, is_part_major=True), found)
 
 
 class OnePartAtATime:
     """Rows of a matrix, of which one part can be leased at a time, each once in a tick."""
 
-    passes = True
+    is_passing = True
 
     def __init__(self, matrix: Tensor, rows: list[range]) -> None:
         self.matrix, self.rows, self.shape = matrix, rows, tuple(matrix.shape)
@@ -154,11 +154,11 @@ class PartedAccess(MemoryAccess):
         self.cut: dict[str, list[range]] = {}
         self.handed_out: list[OnePartAtATime] = []
         for layout in graph.layouts.values():
-            uses = [visit for visit in trace.visits if layout.name in layouts_of_unit(graph, visit.unit)]
+            uses = [visit for visit in trace.visits if layout.name in unit_layouts(graph, visit.unit)]
             if len(layout.parts) > 1 and layout.first_rows:
                 (entry,) = layout.entries
-                if all(entry.name in visit.by_part for visit in uses):
-                    self.cut[entry.name] = rows_of_parts(layout)
+                if all(entry.name in visit.partwise_params for visit in uses):
+                    self.cut[entry.name] = part_rows(layout)
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Any]]:
@@ -181,9 +181,9 @@ def test_weights_that_come_part_by_part_are_the_same_weights(
     monkeypatch.setattr("megatrain.base.layout.MAX_PARTS", 1 << 20)
     config = tiny_config(family, tied=tied)
     expected = train_step(build_model(config), padded_batches(), SEED)
-    found = step(config, parts_in_turn=True)
+    found = step(config, is_part_major=True)
     assert_close(found, (expected.loss, expected.gradients))
-    runner, access = runner_of(config, access=PartedAccess, parts_in_turn=True)
+    runner, access = runner_of(config, access=PartedAccess, is_part_major=True)
     loss = runner.forward_backward(padded_batches(), seed=SEED).loss
     assert_same((loss, access.finish()), found)
     evaluated = runner.evaluate(padded_batches())
@@ -230,7 +230,7 @@ def test_the_routers_loss_is_added_once() -> None:
     config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
     expected = train_step(build_model(config), padded_batches(), SEED)
     assert_close(step(config), (expected.loss, expected.gradients))
-    assert_close(step(config, parts_in_turn=True), (expected.loss, expected.gradients))
+    assert_close(step(config, is_part_major=True), (expected.loss, expected.gradients))
 
 
 def with_bias_of_words(module: Any, args: Any, logits: Tensor) -> Tensor:

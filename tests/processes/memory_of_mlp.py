@@ -46,7 +46,7 @@ def main() -> None:
         engine = trainer.make_engine(3)
         for number in range(3):
             with peak(results, "peak"):
-                engine.step([{"input_ids": ids, "labels": ids}], number=number, lr=1e-3)
+                engine.step([{"input_ids": ids, "labels": ids}], step_index=number, lr=1e-3)
     print(json.dumps(results))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatrain.config import load_config
 from megatrain.engine.micro_batches import count_labels, shifted_labels
 from megatrain.engine.program.workspace import collective_transients, peak_bytes
-from megatrain.engine.tape.ranked import parts_of_program
+from megatrain.engine.tape.ranked import program_properties
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.tiers import claim_folders
@@ -78,7 +78,7 @@ def plan_of_rank(config: Path, world: World) -> Plan:
     check_same(
         collectives.gather_objects,
         "program of a step",
-        parts_of_program(plan.program, plan.run.batch.num_micro_batches),
+        program_properties(plan.program, plan.run.batch.num_micro_batches),
     )
     return plan
 
@@ -116,7 +116,7 @@ def train(
             micro_batches = [dict(each) for each in next(loader).micro_batches]
             if change is not None:
                 change(micro_batches, number)
-            found = engine.step(micro_batches, number=number, lr=1e-3)
+            found = engine.step(micro_batches, step_index=number, lr=1e-3)
             result.losses.append(found.loss)
             result.norms.append(found.grad_norm)
             result.skipped.append(found.skipped)
@@ -137,9 +137,9 @@ def train(
         opened.end_steps()
         saved = saved_shards(plan)
         for layout in plan.graph.layouts.values():
-            parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
+            parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts(layout), strict=True))
             for block in plan.program.blocks.values():
-                if block.kind == "optimizer" and block.whole.rpartition("/")[0] == layout.name:
+                if block.kind == "optimizer" and block.tensor_key.rpartition("/")[0] == layout.name:
                     place = saved.get(block.key)  # one process has all packed state, without a saved place
                     parts[block.key] = range(block.num_elements) if place is None else place.owned
             for key, owned in parts.items():
@@ -244,7 +244,7 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
         engine = trainer.make_engine(num_steps, first_step=first_step, num_updates=first_step)
         batches = [next(loader) for _ in range(first_step + num_steps)]
         for number in range(first_step, first_step + num_steps):
-            step = engine.step(batches[number].micro_batches, number=number, lr=1e-3)
+            step = engine.step(batches[number].micro_batches, step_index=number, lr=1e-3)
             result.losses.append(step.loss)
             result.norms.append(step.grad_norm)
         engine.finish_updates()

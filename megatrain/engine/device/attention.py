@@ -35,13 +35,13 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
 
 #: Flash attention pads rows to multiples of 128, and head widths to multiples of 32, or to 256 if they exceed 192.
 FLASH_ROWS = 128
-_FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
+_FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_MAX_WIDTH = 32, 192, 256
 #: For FA3 and FA4: head widths with deterministic kernels in both packages, minimum number of rows per block, and
 #: maximum number of ranges into which the keys are split.
 _PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
 #: Largest and smallest block of the memory-efficient kernels, in rows and columns. If heads are wider than the largest
 #: block, gradients of keys and values need workspace. For narrower heads, registers hold these gradients.
-_EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
+_EFFICIENT_BLOCK, _MIN_EFFICIENT_BLOCK = 128, 64
 #: Maximum number of thread blocks that share the keys in nondeterministic kernels.
 _EFFICIENT_SPLITS = 200
 _FLOAT_NBYTES = 4
@@ -90,17 +90,17 @@ class AttentionCall:
         if base not in _OPERATORS:
             return None
         backend, heads_axis = _OPERATORS[base]
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        named |= kwargs
-        query, key, value = named["query"], named["key"], named["value"]
-        starts = next((found for name in ("cum_seq_q", "cu_seqlens_q") if (found := named.get(name)) is not None), None)
-        longest = next((found for name in ("max_k", "max_seqlen_k") if (found := named.get(name)) is not None), None)
+        params = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        params |= kwargs
+        query, key, value = params["query"], params["key"], params["value"]
+        starts = next((item for name in ("cum_seq_q", "cu_seqlens_q") if (item := params.get(name)) is not None), None)
+        longest = next((item for name in ("max_k", "max_seqlen_k") if (item := params.get(name)) is not None), None)
         num_heads, num_key_heads = query.shape[heads_axis], key.shape[heads_axis]
         is_ragged = starts is not None and heads_axis < 0
         num_rows = starts.numel() - 1 if starts is not None and is_ragged else query.shape[0]
         num_keys = key.numel() // (num_key_heads * key.shape[-1])
         is_backward = name.endswith("_backward")
-        inputs = [named.get(name) for name in ("grad_out", "grad_out_", "out")] if is_backward else []
+        inputs = [params.get(name) for name in ("grad_out", "grad_out_", "out")] if is_backward else []
         return cls(
             backend=backend,
             is_backward=is_backward,
@@ -115,8 +115,8 @@ class AttentionCall:
             itemsize=query.element_size(),
             is_ragged=is_ragged,
             num_copied_bytes=sum(_copied_bytes(tensor, heads_axis) for tensor in inputs if tensor is not None),
-            is_causal=bool(named.get("is_causal", named.get("custom_mask_type"))),
-            has_dropout=bool(named.get("dropout_p", 0.0)),
+            is_causal=bool(params.get("is_causal", params.get("custom_mask_type"))),
+            has_dropout=bool(params.get("dropout_p", 0.0)),
         )
 
     @property
@@ -126,10 +126,10 @@ class AttentionCall:
         The forward has two matmuls: the scores, and the scores times the values. The backward has five: the scores
         again, and the gradients of scores, values, queries and keys. Each ragged sequence counts as the longest one.
         """
-        pairs = self.num_heads * self.num_queries * self.longest_keys
+        num_pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
-            return 2 * pairs * (3 * self.width + 2 * self.value_width)
-        return 2 * pairs * (self.width + self.value_width)
+            return 2 * num_pairs * (3 * self.width + 2 * self.value_width)
+        return 2 * num_pairs * (self.width + self.value_width)
 
     @property
     def work(self) -> Work:
@@ -137,7 +137,7 @@ class AttentionCall:
         flops = self.num_flops
         return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 
-    def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
+    def workspace_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
         """Return the size of the workspace that the kernel allocates on a CUDA device; 0 on other devices.
 
         A forward's own workspace counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
@@ -177,25 +177,25 @@ class AttentionCall:
                 f"the model has head widths {self.width} and {self.value_width}"
                 f'{" with dropout" if self.has_dropout else ""}. Write flash_attention = "FA2"',
             )
-        copied = self._results_nbytes // 2 if self.is_ragged else 0
-        more_rows = self.num_rows + 1 if self.is_ragged else self.num_rows
-        queries = self.num_queries + more_rows * FLASH_ROWS
+        copied_bytes = self._results_nbytes // 2 if self.is_ragged else 0
+        num_padded = self.num_rows + 1 if self.is_ragged else self.num_rows
+        num_queries = self.num_queries + num_padded * FLASH_ROWS
         if not self.is_backward:
-            blocks = self.num_rows * self.num_heads * -(-self.num_queries // (self.num_rows * FLASH_ROWS))
-            if flash != "FA3" or is_deterministic or blocks >= _NUM_MULTIPROCESSORS:
-                return copied
-            splits = min(_PACKAGE_SPLITS, -(-self.longest_keys // _PACKAGE_BLOCK))
-            return copied + splits * queries * self.num_heads * (self.value_width + 1) * _FLOAT_NBYTES
-        numbers = queries * self.num_heads * (self.width + 2)
-        counted = self.longest_keys  # torch does not pass the longest length to FA4, which assumes the total length
+            num_blocks = self.num_rows * self.num_heads * -(-self.num_queries // (self.num_rows * FLASH_ROWS))
+            if flash != "FA3" or is_deterministic or num_blocks >= _NUM_MULTIPROCESSORS:
+                return copied_bytes
+            num_splits = min(_PACKAGE_SPLITS, -(-self.longest_keys // _PACKAGE_BLOCK))
+            return copied_bytes + num_splits * num_queries * self.num_heads * (self.value_width + 1) * _FLOAT_NBYTES
+        num_values = num_queries * self.num_heads * (self.width + 2)
+        length = self.longest_keys  # torch does not pass the longest length to FA4, which assumes the total length
         if self.is_ragged and flash == "FA4":
-            counted = max(self.num_queries, self.num_keys)
-        counters = self.num_rows * (counted // _PACKAGE_BLOCK + 4)
-        numbers += counters * self.num_heads
+            length = max(self.num_queries, self.num_keys)
+        counters = self.num_rows * (length // _PACKAGE_BLOCK + 4)
+        num_values += counters * self.num_heads
         if self.num_key_heads != self.num_heads:
-            keys = self.num_keys + more_rows * 2 * FLASH_ROWS
-            numbers += self.num_key_heads * (keys * (self.width + self.value_width) + 2 * counters)
-        return self.num_copied_bytes + copied + numbers * _FLOAT_NBYTES
+            num_keys = self.num_keys + num_padded * 2 * FLASH_ROWS
+            num_values += self.num_key_heads * (num_keys * (self.width + self.value_width) + 2 * counters)
+        return self.num_copied_bytes + copied_bytes + num_values * _FLOAT_NBYTES
 
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
         """Return the workspace of FA2: fp32 query gradients, row sums, and expanded gradients of keys and values.
@@ -206,46 +206,46 @@ class AttentionCall:
         Args:
             num_multiprocessors: Number of multiprocessors that share the keys; 0 if the kernel is nondeterministic.
         """
-        splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
+        num_splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)
         if self.is_ragged:
             rows = self.num_queries + self.num_rows * FLASH_ROWS
-            splits = max(splits, -(-2 * self.num_queries // rows))
-        width = round_up(self.width, _FLASH_WIDTH) if self.width <= _FLASH_ROUNDED_WIDTH else _FLASH_WIDEST
-        sums = rows * self.num_heads * _FLOAT_NBYTES
-        expanded = 0
+            num_splits = max(num_splits, -(-2 * self.num_queries // rows))
+        width = round_up(self.width, _FLASH_WIDTH) if self.width <= _FLASH_ROUNDED_WIDTH else _FLASH_MAX_WIDTH
+        sum_bytes = rows * self.num_heads * _FLOAT_NBYTES
+        expanded_bytes = 0
         if self.num_key_heads != self.num_heads:
-            expanded = self.num_keys * self.num_heads * (self.width + self.value_width) * self.itemsize
-        copied = self._results_nbytes // 2 if self.is_ragged else 0
-        return splits * rows * self.num_heads * width * _FLOAT_NBYTES + sums + expanded + copied
+            expanded_bytes = self.num_keys * self.num_heads * (self.width + self.value_width) * self.itemsize
+        copied_bytes = self._results_nbytes // 2 if self.is_ragged else 0
+        return num_splits * rows * self.num_heads * width * _FLOAT_NBYTES + sum_bytes + expanded_bytes + copied_bytes
 
     @property
     def _results_nbytes(self) -> int:
         """Size in bytes of a forward's output, or of the input gradients of a backward."""
-        queries, keys = self.num_queries * self.num_heads, self.num_keys * self.num_key_heads
+        num_queries, num_keys = self.num_queries * self.num_heads, self.num_keys * self.num_key_heads
         if not self.is_backward:
-            return queries * self.value_width * self.itemsize
-        return (queries * self.width + keys * (self.width + self.value_width)) * self.itemsize
+            return num_queries * self.value_width * self.itemsize
+        return (num_queries * self.width + num_keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
         """Return the efficient backward's workspace: fp32 query gradients, row sums, spilled gradients."""
-        block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
+        block, num_pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
-        numbers = rows * round_up(self.width, block) + rows
+        num_values = rows * round_up(self.width, block) + rows
         if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; fp32 needs no second accumulator
-            numbers += rows * self.value_width
+            num_values += rows * self.value_width
         elif max(self.width, self.value_width) > block:
-            splits = 1
+            num_splits = 1
             if not is_deterministic:
-                splits = min(-(-self.longest_keys // _LEAST_EFFICIENT_BLOCK), max(1, _EFFICIENT_SPLITS // pairs))
-            numbers += splits * block * (round_up(self.width, block) + round_up(self.value_width, block))
-        return pairs * numbers * _FLOAT_NBYTES
+                num_splits = min(-(-self.longest_keys // _MIN_EFFICIENT_BLOCK), max(1, _EFFICIENT_SPLITS // num_pairs))
+            num_values += num_splits * block * (round_up(self.width, block) + round_up(self.value_width, block))
+        return num_pairs * num_values * _FLOAT_NBYTES
 
 
 def _copied_bytes(tensor: Tensor, heads_axis: int) -> int:
     """Return the size of a copy in which tokens come before heads, or 0 if the tensor already has this layout."""
-    ordered = tensor.transpose(1, 2) if heads_axis == 1 else tensor
-    return 0 if ordered.is_contiguous() else tensor.numel() * tensor.element_size()
+    tokens_first = tensor.transpose(1, 2) if heads_axis == 1 else tensor
+    return 0 if tokens_first.is_contiguous() else tensor.numel() * tensor.element_size()
 
 
 @cache

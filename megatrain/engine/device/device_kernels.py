@@ -19,28 +19,28 @@ _BLOCK_COLUMNS = 1024
 #: Number of logits in a row that a program sums at once, and number of warps per program.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
 #: For `group_rows`: rows per program, and rows compared with them at once. Larger values would exceed the registers.
-_BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
+_BLOCK_ROWS, _BLOCK_COMPARED = 64, 32
 #: Maximum number of bytes that a GPU thread loads or stores at once.
 _VECTOR_BYTES = 16
 
 
-def reads_sync_host(device: torch.device) -> bool:
+def has_sync_reads(device: torch.device) -> bool:
     """Return whether reading a tensor's values waits for all work that is queued on the device."""
     return device.type == "cuda"
 
 
-def are_for(tensor: Tensor) -> bool:
+def are_usable(tensor: Tensor) -> bool:
     """Return whether the kernels support tensors on this tensor's device."""
-    return stands_for_gpu(tensor) or (tensor.is_cuda and _kernels_or_none() is not None)
+    return is_gpu_stand_in(tensor) or (tensor.is_cuda and _kernels_or_none() is not None)
 
 
-def stands_for_gpu(tensor: Tensor) -> bool:
+def is_gpu_stand_in(tensor: Tensor) -> bool:
     """Return whether a tensor is a fake CPU tensor that represents a GPU tensor in a plan."""
-    return _fakes_are_of_gpu and isinstance(tensor, FakeTensor)
+    return _are_fakes_on_gpu and isinstance(tensor, FakeTensor)
 
 
 @contextmanager
-def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
+def treat_fakes_as_gpu(*, enabled: bool) -> Iterator[None]:
     """Within the context, treat fake CPU tensors as tensors on a GPU with Triton. The machine needs neither.
 
     Otherwise a plan would count the CPU versions of these kernels, of matmuls that add to fp32, and of attention over
@@ -49,15 +49,15 @@ def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
     Args:
         enabled: Whether fake CPU tensors represent GPU tensors; False to treat them as CPU tensors.
     """
-    global _fakes_are_of_gpu
-    before, _fakes_are_of_gpu = _fakes_are_of_gpu, enabled
+    global _are_fakes_on_gpu
+    previous, _are_fakes_on_gpu = _are_fakes_on_gpu, enabled
     try:
         yield
     finally:
-        _fakes_are_of_gpu = before
+        _are_fakes_on_gpu = previous
 
 
-_fakes_are_of_gpu = False
+_are_fakes_on_gpu = False
 
 
 @cache
@@ -89,66 +89,66 @@ def row_groups(indexes: Tensor) -> Tensor:
                 groups,
                 len(indexes),
                 block_rows=_BLOCK_ROWS,
-                block_others=_BLOCK_OTHERS,
+                block_compared=_BLOCK_COMPARED,
                 **_kernels().LAUNCH_OPTIONS,
             )
     return groups
 
 
-def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: int | None) -> None:
+def add_rows(target: Tensor, row_range: range, rows: Tensor, groups: Tensor, padding_idx: int | None) -> None:
     """Add rows [K, N], in order, to the rows of a matrix part. The result is bit-identical to `index_add_` on the host.
 
     Args:
-        place: Part of the matrix to which rows are added, [len(held), N] fp32, each row contiguous.
-        held: Range of matrix rows in ``place``. Rows with an index outside of this range are skipped.
+        target: Part of the matrix to which rows are added, [len(held), N] fp32, each row contiguous.
+        row_range: Range of matrix rows in ``target``. Rows with an index outside of this range are skipped.
         rows: Rows to add, [K, N] of any float dtype.
         groups: Result of ``row_groups`` for the indexes of ``rows``.
-        ignored: Index whose rows are also skipped, if any.
+        padding_idx: Index whose rows are also skipped, if any.
     """
-    assert place.dtype == torch.float32 and place.stride(1) == 1, (place.dtype, place.stride())
+    assert target.dtype == torch.float32 and target.stride(1) == 1, (target.dtype, target.stride())
     num_rows, num_columns = rows.shape
-    if num_rows and not isinstance(place, FakeTensor):
-        with torch.accelerator.device_index(place.device.index):
+    if num_rows and not isinstance(target, FakeTensor):
+        with torch.accelerator.device_index(target.device.index):
             _kernels().add_rows[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
-                place,
+                target,
                 rows,
                 groups,
                 num_rows,
                 num_columns,
-                place.stride(0),
+                target.stride(0),
                 rows.stride(0),
                 rows.stride(1),
-                held.start,
-                held.stop,
-                -1 if ignored is None else ignored,
+                row_range.start,
+                row_range.stop,
+                -1 if padding_idx is None else padding_idx,
                 block_columns=_BLOCK_COLUMNS,
                 **_kernels().LAUNCH_OPTIONS,
             )
 
 
-def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None:
-    """Copy the requested rows that one part of a matrix contains into ``found``.
+def copy_rows(out: Tensor, row_range: range, rows: Tensor, indexes: Tensor) -> None:
+    """Copy the requested rows that one part of a matrix contains into ``out``.
 
     Args:
-        found: Contiguous output, [K, N]. Rows that other parts contain are not changed.
-        held: Range of matrix rows in this part.
+        out: Contiguous output, [K, N]. Rows that other parts contain are not changed.
+        row_range: Range of matrix rows in this part.
         rows: Rows of this part, [len(held), N] of any float dtype.
         indexes: Indexes of the requested rows, [K].
     """
-    assert found.is_contiguous() and rows.stride(1) == 1, (found.stride(), rows.stride())
-    num_rows, num_columns = found.shape
-    if num_rows and not isinstance(found, FakeTensor):
-        with torch.accelerator.device_index(found.device.index):
+    assert out.is_contiguous() and rows.stride(1) == 1, (out.stride(), rows.stride())
+    num_rows, num_columns = out.shape
+    if num_rows and not isinstance(out, FakeTensor):
+        with torch.accelerator.device_index(out.device.index):
             _kernels().copy_rows[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
-                found,
+                out,
                 rows,
                 indexes.contiguous(),
                 num_columns,
                 rows.stride(0),
-                held.start,
-                held.stop,
+                row_range.start,
+                row_range.stop,
                 block_columns=_BLOCK_COLUMNS,
-                unit=_unit_of(found, rows) if _is_aligned(found) and _is_aligned(rows) else 1,
+                unit=_vector_size(out, rows) if _is_aligned(out) and _is_aligned(rows) else 1,
                 **_kernels().LAUNCH_OPTIONS,
             )
 
@@ -158,10 +158,10 @@ def add_logits(
     labels: Tensor,
     start: int,
     *,
-    largest: Tensor,
-    exponentials: Tensor,
-    of_label: Tensor,
-    totals: Tensor | None,
+    max_logits: Tensor,
+    exp_sums: Tensor,
+    label_logits: Tensor,
+    logit_sums: Tensor | None,
 ) -> None:
     """Add the logits of a vocabulary part to the sums of a cross entropy; see `triton_kernels.add_logits`.
 
@@ -169,12 +169,12 @@ def add_logits(
         logits: [rows, columns], any float dtype.
         labels: Token ids [rows], int64.
         start: Token id of the first column.
-        largest: Largest logit per row so far, [rows] fp32; initially -inf.
-        exponentials: Sum of exp(logit - largest) per row, [rows] fp32; initially 0.
-        of_label: Logit of each row's label, [rows] fp32.
-        totals: Sum of the logits per row, [rows] fp32, initially 0; None to skip this sum.
+        max_logits: Largest logit per row so far, [rows] fp32; initially -inf.
+        exp_sums: Sum of exp(logit - largest) per row, [rows] fp32; initially 0.
+        label_logits: Logit of each row's label, [rows] fp32.
+        logit_sums: Sum of the logits per row, [rows] fp32, initially 0; None to skip this sum.
     """
-    logits = _with_aligned_rows(logits)
+    logits = _align_rows(logits)
     num_rows, num_columns = logits.shape
     if num_rows and not isinstance(logits, FakeTensor):
         with torch.accelerator.device_index(logits.device.index):
@@ -184,17 +184,17 @@ def add_logits(
                 labels.contiguous(),
                 start,
                 num_columns,
-                largest,
-                exponentials,
-                of_label,
-                totals,
+                max_logits,
+                exp_sums,
+                label_logits,
+                logit_sums,
                 block_columns=_BLOCK_LOGITS,
-                unit=_unit_of(logits),
+                unit=_vector_size(logits),
                 **{**_kernels().LAUNCH_OPTIONS, "num_warps": _LOGIT_WARPS},
             )
 
 
-def gradient_of_logits(
+def logits_gradient(
     logits: Tensor,
     labels: Tensor,
     start: int,
@@ -204,7 +204,7 @@ def gradient_of_logits(
     num_items: int,
     z_loss: float,
     share: float,
-    at_label: float,
+    label_weight: float,
 ) -> Tensor:
     """Return the gradient of cross entropy with respect to the logits of a vocabulary part, in the logits' dtype.
 
@@ -217,12 +217,12 @@ def gradient_of_logits(
         z_loss: Factor of ``log_sums ** 2`` in the loss.
         share: Target probability of each column, from label smoothing.
     """
-    logits = _with_aligned_rows(logits)
+    logits = _align_rows(logits)
     num_rows, num_columns = logits.shape
     gradient = torch.empty(num_rows, num_columns, dtype=logits.dtype, device=logits.device)
     if num_rows and not isinstance(logits, FakeTensor):
         with torch.accelerator.device_index(logits.device.index):
-            _kernels().gradient_of_logits[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
+            _kernels().logits_gradient[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
                 gradient,
                 logits,
                 logits.stride(0),
@@ -234,18 +234,18 @@ def gradient_of_logits(
                 float(num_items),
                 2 * z_loss,
                 share,
-                at_label,
+                label_weight,
                 block_columns=_BLOCK_COLUMNS,
-                unit=_unit_of(logits),
+                unit=_vector_size(logits),
                 **_kernels().LAUNCH_OPTIONS,
             )
     return gradient
 
 
-def _unit_of(*matrices: Tensor) -> int:
+def _vector_size(*matrices: Tensor) -> int:
     """Return the number of elements in 16 bytes, or 1 if the number of columns is not a multiple of it."""
-    unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
-    return 1 if matrices[0].shape[1] % unit else unit
+    size = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
+    return 1 if matrices[0].shape[1] % size else size
 
 
 def _is_aligned(matrix: Tensor) -> bool:
@@ -254,12 +254,12 @@ def _is_aligned(matrix: Tensor) -> bool:
     return begin % _VECTOR_BYTES == 0 and matrix.stride(0) * matrix.dtype.itemsize % _VECTOR_BYTES == 0
 
 
-def _with_aligned_rows(logits: Tensor) -> Tensor:
+def _align_rows(logits: Tensor) -> Tensor:
     """Return the logits with contiguous, aligned rows. Copy them if necessary.
 
     The order of additions then depends on the number of columns, not on an address.
     """
-    if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _is_aligned(logits)):
+    if logits.stride(1) == 1 and (_vector_size(logits) == 1 or _is_aligned(logits)):
         return logits
     return logits.clone(memory_format=torch.contiguous_format)
 
@@ -267,16 +267,16 @@ def _with_aligned_rows(logits: Tensor) -> Tensor:
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels for a device and for the dtype of weights and logits. Takes seconds, once per machine."""
     zeros = torch.zeros(1, device=device)
-    if not are_for(zeros):
+    if not are_usable(zeros):
         return
     indexes = torch.zeros(1, dtype=torch.long, device=device)
-    terms = {"z_loss": 0.0, "share": 0.0, "at_label": 1.0}
+    options = {"z_loss": 0.0, "share": 0.0, "label_weight": 1.0}
     for num_columns in (1, _VECTOR_BYTES):
         rows = torch.zeros(1, num_columns, dtype=dtype, device=device)
-        place = torch.zeros(1, num_columns, device=device)
-        add_rows(place, range(1), rows, row_groups(indexes), None)
+        target = torch.zeros(1, num_columns, device=device)
+        add_rows(target, range(1), rows, row_groups(indexes), None)
         copy_rows(rows, range(1), rows.clone(), indexes)
-        for totals in (None, zeros):
-            add_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
+        for logit_sums in (None, zeros):
+            add_logits(rows, indexes, 0, max_logits=zeros, exp_sums=zeros, label_logits=zeros, logit_sums=logit_sums)
         for weights in (None, zeros):
-            gradient_of_logits(rows, indexes, 0, zeros, weights=weights, num_items=1, **terms)
+            logits_gradient(rows, indexes, 0, zeros, weights=weights, num_items=1, **options)

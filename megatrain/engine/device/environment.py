@@ -16,7 +16,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 #: Environment variable that transformers reads at each flash-attn call. Without it, the backward is nondeterministic.
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 #: Settings that make cuBLAS add in the same order in every run. torch accepts no other settings.
-_REPEATABLE = (":4096:8", ":16:8")
+_CONFIGS = (":4096:8", ":16:8")
 
 
 class DeterminismError(RuntimeError):
@@ -42,12 +42,12 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         yield
         return
     _check_cublas()
-    deterministic: Any = torch.utils.deterministic  # the module's attributes are untyped
-    flash = os.environ.get(_FLASH_ATTENTION)
-    fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
+    settings: Any = torch.utils.deterministic  # the module's attributes are untyped
+    flash_setting = os.environ.get(_FLASH_ATTENTION)
+    fill_memory, mode = settings.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     os.environ[_FLASH_ATTENTION] = "1"
-    deterministic.fill_uninitialized_memory = False  # the engine writes all tensors before it reads them
+    settings.fill_uninitialized_memory = False  # the engine writes all tensors before it reads them
     try:
         yield
     except RuntimeError as error:
@@ -60,15 +60,15 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         raise UnsupportedModelError(model_type, f"{reason}Write full_determinism = false") from error
     finally:
         torch.set_deterministic_debug_mode(mode)
-        deterministic.fill_uninitialized_memory = fills
-        if flash is None:
+        settings.fill_uninitialized_memory = fill_memory
+        if flash_setting is None:
             del os.environ[_FLASH_ATTENTION]
         else:
-            os.environ[_FLASH_ATTENTION] = flash
+            os.environ[_FLASH_ATTENTION] = flash_setting
 
 
 @contextmanager
-def cublas_setting_read(device: torch.device) -> Iterator[None]:
+def consume_cublas_setting(device: torch.device) -> Iterator[None]:
     """Make torch read the cuBLAS setting, then unset it within the context to make matmuls faster.
 
     Enter this context within ``deterministic_kernels``, before the model's first matmul. torch 2.11 checks the setting
@@ -78,52 +78,52 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
     to cuBLAS with the new size. A smaller size that the user has set stays in place. Later versions of torch parse the
     setting once, and with them this function does nothing.
     """
-    global _is_read
+    global _is_consumed
     setting = os.environ.get(_CUBLAS)
-    is_parsed = torch.are_deterministic_algorithms_enabled() and not _parses_setting_once()
-    if device.type == "cpu" or setting != _REPEATABLE[0] or not is_parsed:
+    is_parsed = torch.are_deterministic_algorithms_enabled() and not _is_parsed_once()
+    if device.type == "cpu" or setting != _CONFIGS[0] or not is_parsed:
         yield
         return
-    one = torch.ones(1, 1, device=device)
-    torch.mm(one, one)
+    ones = torch.ones(1, 1, device=device)
+    torch.mm(ones, ones)
     del os.environ[_CUBLAS]
     torch._C._cuda_clearCublasWorkspaces()
-    _is_read = True
+    _is_consumed = True
     try:
         yield
     finally:
-        _is_read = False
+        _is_consumed = False
         os.environ[_CUBLAS] = setting
 
 
-def _parses_setting_once() -> bool:
+def _is_parsed_once() -> bool:
     """Return whether torch parses the setting only once. Such versions have a function to change the workspace size."""
     return hasattr(torch.backends.cuda, "cublas_workspace_size")
 
 
 #: Whether torch has read a setting that has since been removed from the environment.
-_is_read = False
+_is_consumed = False
 
 
 def _check_cublas() -> None:
     setting = os.environ.get(_CUBLAS)
-    if setting is None and _is_read:
+    if setting is None and _is_consumed:
         return
     if setting is None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise DeterminismError(_late_setting_text("was not set before the process began to use the GPU"))
-        os.environ[_CUBLAS] = _REPEATABLE[0]
-    elif setting not in _REPEATABLE:
+        os.environ[_CUBLAS] = _CONFIGS[0]
+    elif setting not in _CONFIGS:
         raise DeterminismError(
             f"{_CUBLAS} is '{setting}' in the environment, so the results of cuBLAS differ from run to run: set it "
-            f"to {_REPEATABLE[0]}, or unset it, or write full_determinism = false"
+            f"to {_CONFIGS[0]}, or unset it, or write full_determinism = false"
         )
 
 
-def _late_setting_text(what: str) -> str:
+def _late_setting_text(cause: str) -> str:
     return (
-        f"{_CUBLAS} {what}, and torch reads it once: without it cuBLAS may add in a different order in every run. "
-        f"Start again with {_CUBLAS}={_REPEATABLE[0]} in the environment, or import megatrain before anything uses the "
+        f"{_CUBLAS} {cause}, and torch reads it once: without it cuBLAS may add in a different order in every run. "
+        f"Start again with {_CUBLAS}={_CONFIGS[0]} in the environment, or import megatrain before anything uses the "
         "GPU; or write full_determinism = false"
     )
 
@@ -136,7 +136,7 @@ class DeviceError(RuntimeError):
 
 
 @contextmanager
-def device_errors_explained() -> Iterator[None]:
+def explain_device_errors() -> Iterator[None]:
     """Raise ``DeviceError`` instead of torch's device errors, which are written for kernel authors."""
     try:
         yield
@@ -149,9 +149,9 @@ def device_errors_explained() -> Iterator[None]:
 
 def _explain(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
-        said = str(error).partition(" If reserved but unallocated")[0].removeprefix("CUDA out of memory. ")
+        text = str(error).partition(" If reserved but unallocated")[0].removeprefix("CUDA out of memory. ")
         return (
-            f"out of GPU memory: {said} Another program may have taken memory that was free at the start (nvidia-smi "
+            f"out of GPU memory: {text} Another program may have taken memory that was free at the start (nvidia-smi "
             "shows it). If none has, set a smaller tiers.gpu.size, or a shorter data.max_length"
         )
     if (failure := _find_device_error(error)) is not None:
@@ -161,8 +161,8 @@ def _explain(error: BaseException) -> str | None:
             "report it with what MEGATRAIN_TIER_DEBUG=1 and CUDA_LAUNCH_BLOCKING=1 show"
         )
     if _CPU_ALLOCATOR in str(error):
-        said = str(error).partition(_CPU_ALLOCATOR)[2]
-        return f"out of RAM: {said}. Give the run less in [tiers.ram], or a shorter data.max_length"
+        text = str(error).partition(_CPU_ALLOCATOR)[2]
+        return f"out of RAM: {text}. Give the run less in [tiers.ram], or a shorter data.max_length"
     return None
 
 

@@ -23,9 +23,9 @@ from tiered.units import MiB
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 #: Minimum size of tensors that are mapped separately, so that freeing them returns their memory. The first value is
 #: used to return memory. The second value is used to keep memory, and is the maximum that glibc accepts.
-_GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
+_RETURN_THRESHOLD, _KEEP_THRESHOLD = 4 * MiB, 32 * MiB
 #: Threshold above which glibc returns free memory at the end of the heap. This is the maximum that mallopt accepts.
-_NEVER = 2**31 - 1
+_MAX_THRESHOLD = 2**31 - 1
 #: Freed memory that a process keeps even above its plan, because each return takes milliseconds.
 _SPARE_BYTES = 16 * MiB
 #: Linux file with the page counts of this process. The second number is the count of resident pages.
@@ -35,13 +35,13 @@ _STATM = "/proc/self/statm"
 _limits: dict[object, int] = {}
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Return large CPU tensors of this process to the system as soon as they are freed."""
-    _set_thresholds(_GIVEN_BACK_FROM, 2 * _GIVEN_BACK_FROM)
+    _set_thresholds(_RETURN_THRESHOLD, 2 * _RETURN_THRESHOLD)
 
 
 @contextmanager
-def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
+def keep_freed_memory(store: object, limit_bytes: int) -> Iterator[None]:
     """Within the context, keep freed memory for later tensors unless the process exceeds the limit.
 
     After the last such context, the memory of large tensors is returned as soon as they are freed.
@@ -50,20 +50,20 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
         store: Store of the run. The run's ops check the limit.
         limit_bytes: Maximum resident bytes of the process, including the bytes of the current op.
     """
-    if os.path.exists(_STATM) and _set_thresholds(_NEVER_KEPT_FROM, _NEVER):
+    if os.path.exists(_STATM) and _set_thresholds(_KEEP_THRESHOLD, _MAX_THRESHOLD):
         _limits[store] = limit_bytes
     else:
-        give_back_freed_memory()
+        return_freed_memory()
     try:
         yield
     finally:
         _limits.pop(store, None)
         if not _limits:
-            give_back_freed_memory()
+            return_freed_memory()
         trim()
 
 
-def give_back_beyond_limit(store: object, op_bytes: int) -> None:
+def return_excess_memory(store: object, op_bytes: int) -> None:
     """Return all freed memory to the system if an op would exceed the limit. The check takes a few microseconds."""
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
@@ -74,7 +74,7 @@ def give_back_beyond_limit(store: object, op_bytes: int) -> None:
 
 def trim() -> None:
     """Return all completely free pages to the system."""
-    malloc_trim = _function("malloc_trim")
+    malloc_trim = _find_function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
@@ -84,13 +84,13 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
-def _set_thresholds(mapped_from: int, trimmed_from: int) -> bool:
+def _set_thresholds(mmap_threshold: int, trim_threshold: int) -> bool:
     """Set both thresholds. Return whether the C library accepted them."""
-    mallopt = _function("mallopt")
+    mallopt = _find_function("mallopt")
     return mallopt is not None and bool(
-        mallopt(_M_MMAP_THRESHOLD, mapped_from) and mallopt(_M_TRIM_THRESHOLD, trimmed_from)
+        mallopt(_M_MMAP_THRESHOLD, mmap_threshold) and mallopt(_M_TRIM_THRESHOLD, trim_threshold)
     )
 
 
-def _function(name: str) -> Any:
+def _find_function(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None)

@@ -37,7 +37,7 @@ class Staging:
         self._is_staged = device.type == "cuda"
         self._make_slab = make_slab or (lambda nbytes: HostSlab(nbytes, pin=True))
         self._slab: HostSlab | None = None
-        self._copied: Any = None  # event that follows the copies from the slab
+        self._copy_event: Any = None  # event that follows the copies from the slab
 
     def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         """Copy host tensors to the compute device without a host sync. Use the copies only on the current stream.
@@ -48,21 +48,21 @@ class Staging:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
         starts, need_bytes = _offsets(tensors)
         slab = self._reserve_slab(need_bytes)
-        placed: dict[Name, Tensor] = {}
+        device_tensors: dict[Name, Tensor] = {}
         for name, tensor in tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
-            staged = slab.tensor[starts[name] : starts[name] + nbytes].view(tensor.dtype).view(tensor.shape)
-            staged.copy_(tensor)
-            placed[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            placed[name].copy_(staged, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return placed
+            staging_view = slab.tensor[starts[name] : starts[name] + nbytes].view(tensor.dtype).view(tensor.shape)
+            staging_view.copy_(tensor)
+            device_tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            device_tensors[name].copy_(staging_view, non_blocking=True)
+        self._copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copy_event.record()
+        return device_tensors
 
     def _reserve_slab(self, need_bytes: int) -> HostSlab:
-        if self._copied is not None:
+        if self._copy_event is not None:
             # Wait, because an interrupted step has no sync at its end, so the device may still be reading the slab.
-            self._copied.synchronize()
+            self._copy_event.synchronize()
         if self._slab is None or self._slab.nbytes < need_bytes:
             if self._slab is not None:
                 self._slab.close()
@@ -79,14 +79,14 @@ def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
     return starts, max(end, 1)
 
 
-def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
+def copy_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     """Queue a copy of a device tensor to the host. Return the copy and an event that marks its arrival."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
+    host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host_copy.copy_(tensor, non_blocking=True)
     # Use a blocking event, so that a waiting host sleeps and does not wait for work that is queued after the copy.
-    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    arrived.record()
-    return host, arrived
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return host_copy, event
 
 
 class PendingScalars:
@@ -99,20 +99,20 @@ class PendingScalars:
     def __init__(self, values: Sequence[Tensor | float]) -> None:
         self._values = values
         self._stacked: Tensor | None = None
-        self._arrived: Any = None
+        self._arrival: Any = None
         scalars = [value for value in values if isinstance(value, Tensor)]
         if not scalars:
             return
         self._stacked = torch.stack([scalar.detach().reshape(()).to(torch.float64) for scalar in scalars])
         if self._stacked.is_cuda:
-            self._stacked, self._arrived = sent_to_host(self._stacked)
+            self._stacked, self._arrival = copy_to_host(self._stacked)
 
     def read(self) -> list[float]:
         """Wait for the numbers and return them. Only this method synchronizes the host."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found = iter(() if self._stacked is None else self._stacked.tolist())
-        return [float(next(found)) if isinstance(value, Tensor) else float(value) for value in self._values]
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers = iter(() if self._stacked is None else self._stacked.tolist())
+        return [float(next(numbers)) if isinstance(value, Tensor) else float(value) for value in self._values]
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
@@ -122,17 +122,17 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
 
 #: Operations that the mirror repeats on the host. They depend only on their arguments and are exact for integers.
 #: Results of all other operations are not mirrored, so reading such a result synchronizes the host.
-_EXACT_NAMES = """
+_EXACT_OPERATION_NAMES = """
     __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
     __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
     cumsum detach diff eq expand flatten ge gt int le logical_and logical_not logical_or long lt max
     min ne reshape squeeze sub sum to unsqueeze view
 """
-_EXACT = frozenset(_EXACT_NAMES.split())
+_EXACT_OPERATIONS = frozenset(_EXACT_OPERATION_NAMES.split())
 #: Operations that create a tensor from numbers.
-_CREATED = frozenset({"arange", "full", "ones", "zeros"})
+_CONSTRUCTORS = frozenset({"arange", "full", "ones", "zeros"})
 #: Operations that read a tensor's values.
-_READS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
+_READ_OPERATIONS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
 _NOT_MIRRORED = object()
 
 
@@ -153,7 +153,7 @@ class HostMirror(TorchFunctionMode):
         super().__init__()
         self.num_answers = 0
         self._max_elements = 0
-        self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
+        self._mirrored = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
         self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # device copies of index lists
 
     def register(self, tensor: Tensor, host: Tensor) -> None:
@@ -161,11 +161,11 @@ class HostMirror(TorchFunctionMode):
         if not _is_exact(tensor):
             return
         self._max_elements = max(self._max_elements, host.numel())
-        self._known[tensor] = (host, tensor._version)
+        self._mirrored[tensor] = (host, tensor._version)
 
     def forget(self) -> None:
         """Drop all registered host copies."""
-        self._known = WeakIdKeyDictionary()
+        self._mirrored = WeakIdKeyDictionary()
         self._max_elements = 0
 
     def __torch_function__(
@@ -173,15 +173,15 @@ class HostMirror(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not self._max_elements or name not in _HANDLED:
+        if not self._max_elements or name not in _HANDLED_OPERATIONS:
             return func(*args, **kwargs)
-        if name in _READS:
+        if name in _READ_OPERATIONS:
             host = self._host_version(args[0])
             if not isinstance(host, Tensor) or any(isinstance(arg, Tensor) for arg in args[1:]):
                 return func(*args, **kwargs)
             self.num_answers += 1
             return _read(name, host, func, args[1:])
-        if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self._known:
+        if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self._mirrored:
             args = (args[0], self._with_device_lists(args[0].device, args[1]))
         result = func(*args, **kwargs)
         self._mirror(func, name, args, kwargs, result)
@@ -194,16 +194,16 @@ class HostMirror(TorchFunctionMode):
             return
         if any(result is arg for arg in args):
             return  # some operations, such as `to`, can return their argument
-        if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
+        if name in _CONSTRUCTORS and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_version(arg) for arg in args]
         host_kwargs = {key: self._host_version(value) for key, value in kwargs.items()}
         if any(value is _NOT_MIRRORED for value in (*host_args, *host_kwargs.values())):
             return
-        if name not in _CREATED and not any(isinstance(value, Tensor) for value in host_args):
+        if name not in _CONSTRUCTORS and not any(isinstance(value, Tensor) for value in host_args):
             return
         with torch._C.DisableTorchFunction():
-            self._known[result] = (func(*host_args, **host_kwargs), result._version)
+            self._mirrored[result] = (func(*host_args, **host_kwargs), result._version)
 
     def _with_device_lists(self, device: torch.device, index: Any) -> Any:
         """Replace lists in an index by cached device tensors, because torch would copy each list with a host sync."""
@@ -211,19 +211,19 @@ class HostMirror(TorchFunctionMode):
             return index
         return tuple(self._device_list(device, part) if _is_list_of_int(part) else part for part in index)
 
-    def _device_list(self, device: torch.device, numbers: list[int]) -> Tensor:
-        key = device, tuple(numbers)
+    def _device_list(self, device: torch.device, indexes: list[int]) -> Tensor:
+        key = device, tuple(indexes)
         if key not in self._lists:
-            self._lists[key] = torch.tensor(numbers, device=device)
-        self.register(self._lists[key], torch.tensor(numbers))
+            self._lists[key] = torch.tensor(indexes, device=device)
+        self.register(self._lists[key], torch.tensor(indexes))
         return self._lists[key]
 
     def _host_version(self, value: Any) -> Any:
         """Return the host version of an operation's argument, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
-            if value not in self._known:
+            if value not in self._mirrored:
                 return _NOT_MIRRORED
-            host, version = self._known[value]
+            host, version = self._mirrored[value]
             return host if version == value._version else _NOT_MIRRORED
         if isinstance(value, torch.device):
             return torch.device("cpu")
@@ -242,7 +242,7 @@ class HostMirror(TorchFunctionMode):
         return tuple(items) if isinstance(values, tuple) else items
 
 
-_HANDLED = _EXACT | _CREATED | _READS
+_HANDLED_OPERATIONS = _EXACT_OPERATIONS | _CONSTRUCTORS | _READ_OPERATIONS
 
 
 def _is_list_of_int(value: Any) -> bool:
@@ -253,14 +253,14 @@ def _is_exact(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _read(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
+def _read(name: str, host: Tensor, func: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     """Return the result of a read on the host tensor. Use numpy, so that tests can count reads of tensors."""
     values = host.numpy()
     if name == "tolist":
         return values.tolist()
     if name == "__contains__":
-        return bool((values == rest[0]).any())
+        return bool((values == operands[0]).any())
     if values.size != 1:
-        return func(host, *rest)  # raises the same error as on the device
+        return func(host, *operands)  # raises the same error as on the device
     value = values.item()
     return value if name == "item" else bool(value) if name == "__bool__" else int(value)

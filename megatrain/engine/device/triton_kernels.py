@@ -32,7 +32,7 @@ def group_rows(
     groups: tl.tensor,
     num_rows: tl.tensor,
     block_rows: tl.constexpr,
-    block_others: tl.constexpr,
+    block_compared: tl.constexpr,
 ) -> None:
     """Sort rows by index. The sort is stable.
 
@@ -48,88 +48,88 @@ def group_rows(
     num_less = tl.full([block_rows], 0, tl.int32)
     num_before = tl.full([block_rows], 0, tl.int32)
     num_same = tl.full([block_rows], 0, tl.int32)
-    for first in range(0, num_rows, block_others):
-        other = first + tl.arange(0, block_others)
-        is_other = other < num_rows
-        its_index = tl.load(indexes + other, mask=is_other, other=0).to(tl.int32)
-        is_same = is_other[None, :] & (its_index[None, :] == index[:, None])
-        num_less += tl.reduce((is_other[None, :] & (its_index[None, :] < index[:, None])).to(tl.int32), 1, _SUM)
-        num_before += tl.reduce((is_same & (other[None, :] < row[:, None])).to(tl.int32), 1, _SUM)
+    for start in range(0, num_rows, block_compared):
+        compared = start + tl.arange(0, block_compared)
+        is_compared = compared < num_rows
+        compared_index = tl.load(indexes + compared, mask=is_compared, other=0).to(tl.int32)
+        is_same = is_compared[None, :] & (compared_index[None, :] == index[:, None])
+        num_less += tl.reduce((is_compared[None, :] & (compared_index[None, :] < index[:, None])).to(tl.int32), 1, _SUM)
+        num_before += tl.reduce((is_same & (compared[None, :] < row[:, None])).to(tl.int32), 1, _SUM)
         num_same += tl.reduce(is_same.to(tl.int32), 1, _SUM)
-    place = num_less + num_before
-    tl.store(groups + place, row, mask=is_row)
-    tl.store(groups + num_rows + place, index, mask=is_row)
-    tl.store(groups + 2 * num_rows + place, tl.where(num_before == 0, num_same, 0), mask=is_row)
+    position = num_less + num_before
+    tl.store(groups + position, row, mask=is_row)
+    tl.store(groups + num_rows + position, index, mask=is_row)
+    tl.store(groups + 2 * num_rows + position, tl.where(num_before == 0, num_same, 0), mask=is_row)
 
 
 @triton.jit(
     do_not_specialize=[
-        "place",
+        "target",
         "rows",
         "groups",
         "num_rows",
         "num_columns",
-        "place_stride",
+        "target_stride",
         "row_stride",
         "column_stride",
-        "first",
+        "start",
         "stop",
-        "ignored",
+        "padding_idx",
     ]
 )
 def add_rows(
-    place: tl.tensor,
+    target: tl.tensor,
     rows: tl.tensor,
     groups: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
-    place_stride: tl.tensor,
+    target_stride: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
-    first: tl.tensor,
+    start: tl.tensor,
     stop: tl.tensor,
-    ignored: tl.tensor,
+    padding_idx: tl.tensor,
     block_columns: tl.constexpr,
 ) -> None:
-    """Add rows to `place`, which contains rows `first` to `stop` of an fp32 matrix. `groups` comes from `group_rows`.
+    """Add rows to `target`, which contains rows `start` to `stop` of an fp32 matrix. `groups` comes from `group_rows`.
 
     Each program adds some columns of all rows with the same index, in order, like `index_add_` on the host.
     """
-    at = tl.program_id(0)
-    count = tl.load(groups + 2 * num_rows + at)
-    index = tl.load(groups + num_rows + at)
-    if (count > 0) & (index >= first) & (index < stop) & (index != ignored):
+    position = tl.program_id(0)
+    count = tl.load(groups + 2 * num_rows + position)
+    index = tl.load(groups + num_rows + position)
+    if (count > 0) & (index >= start) & (index < stop) & (index != padding_idx):
         column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-        inside = column < num_columns
-        target = place + (index - first).to(tl.int64) * place_stride + column
-        total = tl.load(target, mask=inside)
-        for number in range(count):
-            row = tl.load(groups + at + number).to(tl.int64)
+        mask = column < num_columns
+        pointer = target + (index - start).to(tl.int64) * target_stride + column
+        total = tl.load(pointer, mask=mask)
+        for i in range(count):
+            row = tl.load(groups + position + i).to(tl.int64)
             source = rows + row * row_stride + column.to(tl.int64) * column_stride
-            total += tl.load(source, mask=inside).to(tl.float32)
-        tl.store(target, total, mask=inside)
+            total += tl.load(source, mask=mask).to(tl.float32)
+        tl.store(pointer, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["found", "rows", "indexes", "num_columns", "row_stride", "first", "stop"])
+@triton.jit(do_not_specialize=["out", "rows", "indexes", "num_columns", "row_stride", "start", "stop"])
 def copy_rows(
-    found: tl.tensor,
+    out: tl.tensor,
     rows: tl.tensor,
     indexes: tl.tensor,
     num_columns: tl.tensor,
     row_stride: tl.tensor,
-    first: tl.tensor,
+    start: tl.tensor,
     stop: tl.tensor,
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Copy the matrix row for each index in [`first`, `stop`) to `found`. Other rows of `found` stay unchanged."""
-    at = tl.program_id(0).to(tl.int64)
-    index = tl.load(indexes + at).to(tl.int64)
-    if (index >= first) & (index < stop):
+    """Copy the matrix row for each index in [`start`, `stop`) to `out`. Other rows of `out` stay unchanged."""
+    position = tl.program_id(0).to(tl.int64)
+    index = tl.load(indexes + position).to(tl.int64)
+    if (index >= start) & (index < stop):
         column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-        inside = column < num_columns // unit * unit
-        value = tl.load(_row(rows, index - first, row_stride, unit) + column, mask=inside)
-        tl.store(_row(found, at, num_columns, unit) + column, value.to(found.dtype.element_ty), mask=inside)
+        mask = column < num_columns // unit * unit
+        value = tl.load(_row(rows, index - start, row_stride, unit) + column, mask=mask)
+        tl.store(_row(out, position, num_columns, unit) + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -139,10 +139,10 @@ def copy_rows(
         "labels",
         "start",
         "num_columns",
-        "largest",
-        "exponentials",
-        "of_label",
-        "totals",
+        "max_logits",
+        "exp_sums",
+        "label_logits",
+        "logit_sums",
     ]
 )
 def add_logits(
@@ -151,40 +151,40 @@ def add_logits(
     labels: tl.tensor,
     start: tl.tensor,
     num_columns: tl.tensor,
-    largest: tl.tensor,
-    exponentials: tl.tensor,
-    of_label: tl.tensor,
-    totals: tl.tensor,
+    max_logits: tl.tensor,
+    exp_sums: tl.tensor,
+    label_logits: tl.tensor,
+    logit_sums: tl.tensor,
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
     """Add the logits of the part that starts at column `start` to a cross entropy. Each program handles one row.
 
-    All sums are fp32 and have one value per row: `largest` is the largest logit, `exponentials` the sum of exp(logit -
-    largest), `of_label` the label's logit, and `totals` the sum of all logits, or None.
+    All sums are fp32 and have one value per row: `max_logits` is the largest logit, `exp_sums` the sum of exp(logit -
+    largest), `label_logits` the label's logit, and `logit_sums` the sum of all logits, or None.
     """
     row = tl.program_id(0)
-    own = _row(logits, row, row_stride, unit)
-    most = tl.load(largest + row)
-    found = tl.load(exponentials + row)
+    row_start = _row(logits, row, row_stride, unit)
+    max_logit = tl.load(max_logits + row)
+    exp_sum = tl.load(exp_sums + row)
     total = 0.0
-    for first in range(0, num_columns, block_columns):
-        column = first + tl.arange(0, block_columns)
-        inside = column < num_columns // unit * unit
-        value = tl.load(own + column, mask=inside, other=float("-inf")).to(tl.float32)
-        more = tl.maximum(most, tl.reduce(value, 0, _MAX))
-        shift = tl.where(more == float("-inf"), 0.0, more)  # if all logits are -inf, the sum is 0, not NaN
-        found = found * tl.exp(most - shift) + tl.reduce(tl.exp(value - shift), 0, _SUM)
-        most = more
-        if totals is not None:
-            total += tl.reduce(tl.where(inside, value, 0.0), 0, _SUM)
-    tl.store(largest + row, most)
-    tl.store(exponentials + row, found)
-    if totals is not None:
-        tl.store(totals + row, tl.load(totals + row) + total)
+    for block_start in range(0, num_columns, block_columns):
+        column = block_start + tl.arange(0, block_columns)
+        mask = column < num_columns // unit * unit
+        value = tl.load(row_start + column, mask=mask, other=float("-inf")).to(tl.float32)
+        new_max = tl.maximum(max_logit, tl.reduce(value, 0, _MAX))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # if all logits are -inf, the sum is 0, not NaN
+        exp_sum = exp_sum * tl.exp(max_logit - shift) + tl.reduce(tl.exp(value - shift), 0, _SUM)
+        max_logit = new_max
+        if logit_sums is not None:
+            total += tl.reduce(tl.where(mask, value, 0.0), 0, _SUM)
+    tl.store(max_logits + row, max_logit)
+    tl.store(exp_sums + row, exp_sum)
+    if logit_sums is not None:
+        tl.store(logit_sums + row, tl.load(logit_sums + row) + total)
     label = tl.load(labels + row) - start
     if (label >= 0) & (label < num_columns):
-        tl.store(of_label + row, tl.load(own + label).to(tl.float32))
+        tl.store(label_logits + row, tl.load(row_start + label).to(tl.float32))
 
 
 @triton.jit(
@@ -199,7 +199,7 @@ def add_logits(
         "weights",
     ]
 )
-def gradient_of_logits(
+def logits_gradient(
     gradient: tl.tensor,
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -211,24 +211,24 @@ def gradient_of_logits(
     divisor: tl.tensor,
     z_factor: tl.tensor,
     share: tl.tensor,
-    at_label: tl.tensor,
+    label_weight: tl.tensor,
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
     """Write the gradient with respect to a part of the logits to `gradient` [rows, num_columns], in any float dtype.
 
-    The gradient is probability x (1 + `z_factor` x log_sum) - `share`. In the label's column, `at_label` is also
+    The gradient is probability x (1 + `z_factor` x log_sum) - `share`. In the label's column, `label_weight` is also
     subtracted. The result is multiplied by the row's weight, or divided by `divisor` if `weights` is None.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-    inside = column < num_columns // unit * unit
+    mask = column < num_columns // unit * unit
     log_sum = tl.load(log_sums + row)
-    value = tl.load(_row(logits, row, row_stride, unit) + column, mask=inside, other=0.0).to(tl.float32)
-    found = tl.exp(value - log_sum) * (1.0 + z_factor * log_sum) - share
-    found = tl.where(column == tl.load(labels + row) - start, found - at_label, found)
+    value = tl.load(_row(logits, row, row_stride, unit) + column, mask=mask, other=0.0).to(tl.float32)
+    result = tl.exp(value - log_sum) * (1.0 + z_factor * log_sum) - share
+    result = tl.where(column == tl.load(labels + row) - start, result - label_weight, result)
     if weights is not None:
-        found = found * tl.load(weights + row)
+        result = result * tl.load(weights + row)
     else:
-        found = tl.math.div_rn(found, divisor)
-    tl.store(_row(gradient, row, num_columns, unit) + column, found.to(gradient.dtype.element_ty), mask=inside)
+        result = tl.math.div_rn(result, divisor)
+    tl.store(_row(gradient, row, num_columns, unit) + column, result.to(gradient.dtype.element_ty), mask=mask)

@@ -56,7 +56,7 @@ class Work:
             -other.launches,
         )
 
-    def scaled(self, share: float) -> Work:
+    def scale(self, share: float) -> Work:
         """Return the work for a fraction of the tokens. The number of launches stays the same."""
         return Work(
             round(self.product_flops * share),
@@ -82,7 +82,7 @@ class SavableResults:
     work: Work = NO_WORK
 
     @property
-    def copying(self) -> Work:
+    def copy_work(self) -> Work:
         """Work needed to copy the results to the block."""
         return Work(moved_nbytes=2 * self.nbytes)
 
@@ -103,19 +103,19 @@ class SkippedProducts:
     work: Work = NO_WORK
 
 
-NOTHING_UNNEEDED = SkippedProducts()
+NO_PRODUCTS = SkippedProducts()
 
 _ATEN = torch.ops.aten
 #: Operators that allocate memory without writing it.
-_ALLOCATE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided})
+_ALLOCATORS = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided})
 #: Operators that fill their result with a constant. They read only the shape of their input.
 _FILL = frozenset({_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full})
 #: Operators that overwrite a tensor without reading it.
-_OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
+_OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
 #: Operators that read only the elements of the source that they return.
-_LOOK_UP = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
+_LOOK_UPS = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
 #: Operators that read and write only the elements that they change.
-_PUT = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})
+_PUTS = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})
 
 
 def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
@@ -125,7 +125,7 @@ def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     is correct for tensors that are larger than the cache.
     """
     packet = getattr(func, "_overloadpacket", None)
-    if packet in _ALLOCATE:
+    if packet in _ALLOCATORS:
         return None
     results = _tensors((result,))
     inputs = _tensors((*args, *kwargs.values()))
@@ -138,14 +138,14 @@ def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
             return None
         if packet in _FILL:
             inputs = []
-        elif packet in _LOOK_UP:
+        elif packet in _LOOK_UPS:
             inputs = [*results, *inputs[1:]]
         return sum(map(_nbytes, inputs)) + sum(map(_nbytes, results))
-    if packet in _PUT:
+    if packet in _PUTS:
         return 3 * max(map(_nbytes, inputs[1:]), default=0)
-    changed = {id(tensor) for tensor in results}
-    if packet in _OVERWRITE or "out" in kwargs:
-        inputs = [tensor for tensor in inputs if id(tensor) not in changed]
+    changed_ids = {id(tensor) for tensor in results}
+    if packet in _OVERWRITES or "out" in kwargs:
+        inputs = [tensor for tensor in inputs if id(tensor) not in changed_ids]
     return sum(map(_nbytes, inputs)) + sum(map(_nbytes, results))
 
 
@@ -160,10 +160,10 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found.extend(_tensors(tuple(value)))
-    return found
+            tensors.extend(_tensors(tuple(value)))
+    return tensors

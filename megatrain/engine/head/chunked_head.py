@@ -29,7 +29,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine.head.cross_entropy import RunningSoftmax
 from megatrain.engine.head.head_model import HeadModel, HeadRows, TrunkOutput
 from megatrain.engine.head.head_weights import HeadGradients, HeadWeights
-from megatrain.engine.head.token_scores import RunningTopK, TokenScores, joined_scores
+from megatrain.engine.head.token_scores import RunningTopK, TokenScores, join_scores
 from megatrain.engine.unit.arguments import has_differentiable
 from megatrain.engine.unit.state import without_saved_tensors
 
@@ -47,13 +47,13 @@ class PassLosses:
         terms: Scalars whose sum is the loss.
         roots: Tensors from which the backward starts: the trunk's outputs.
         gradients: Gradients of ``roots``.
-        figures: Metrics of the loss.
+        metrics: Metrics of the loss.
     """
 
     terms: list[Tensor] = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    figures: list[PartialMean] = field(default_factory=list)
+    metrics: list[PartialMean] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,15 @@ class HeadTiling:
         rows: Maximum number of rows per piece.
         columns: Maximum number of columns per part; 0 if the vocabulary is not split.
         kept_parts: Number of parts per piece, at least one, whose graphs the first pass keeps. Does not affect results.
-        in_turn: Whether all rows use one part of the vocabulary before any row uses the next part. If so, no graphs are
-            kept. Does not affect results.
+        is_part_major: Whether all rows use one part of the vocabulary before any row uses the next part. If so, no
+            graphs are kept. Does not affect results.
     """
 
     vocab_size: int
     rows: int
     columns: int = 0
     kept_parts: int = 1
-    in_turn: bool = False
+    is_part_major: bool = False
 
 
 class ChunkedHead:
@@ -88,7 +88,7 @@ class ChunkedHead:
     ) -> None:
         self._model, self._weights, self._tiling = model, weights, tiling
         self._random, self._activity = random, activity or Activity()
-        self._found = PassLosses()
+        self._losses = PassLosses()
 
     def run(self, outputs: Sequence[TrunkOutput], num_items: int) -> PassLosses:
         """Compute the losses of all outputs, and the gradients of the outputs and of the head's weights.
@@ -99,14 +99,14 @@ class ChunkedHead:
             num_items: Number of labels in the whole step.
         """
         with ExitStack() as stack, torch.enable_grad():
-            if self._tiling.in_turn and self._tiling.columns:
-                self._run_in_turn(outputs, num_items, stack)
-                return self._found
-            leaves = self._weights.leaves(stack, self._weights.bound(stack))
+            if self._tiling.is_part_major and self._tiling.columns:
+                self._run_part_major(outputs, num_items, stack)
+                return self._losses
+            leaves = self._weights.leaves(stack, self._weights.bind(stack))
             for item in outputs:
                 self._resume(item)
-                self._run_one(item, num_items, leaves)
-        return self._found
+                self._run_micro_batch(item, num_items, leaves)
+        return self._losses
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
         """Return the summed loss of each piece of all outputs, in order. Call this within `no_grad`.
@@ -115,8 +115,8 @@ class ChunkedHead:
         """
         losses: list[Tensor] = []
         with ExitStack() as stack:
-            self._weights.bound(stack)
-            if self._weights.passes:
+            self._weights.bind(stack)
+            if self._weights.is_passing:
                 pieces = [piece for item in outputs for piece in self._pieces(item, 1)]
                 self._add_all_logits(pieces)
                 return [piece.loss.loss() for piece in pieces if piece.loss is not None]
@@ -137,69 +137,69 @@ class ChunkedHead:
         The head leases its weights once for all outputs.
         """
         with ExitStack() as stack:
-            self._weights.bound(stack)
-            assert not self._weights.passes, "scores need all parts of the weight leased"
+            self._weights.bind(stack)
+            assert not self._weights.is_passing, "scores need all parts of the weight leased"
             for item in outputs:
                 self._resume(item)
-                found = [RunningTopK(item.labels[:0], 0, temperature).scores()]
+                scores = [RunningTopK(item.labels[:0], 0, temperature).scores()]
                 for piece in self._pieces(item, 1):
-                    top = RunningTopK(piece.labels, k, temperature)
+                    top_k = RunningTopK(piece.labels, k, temperature)
                     for part in self._weights.parts or (None,):
-                        top.add(self._model.logits(item, piece.output, part), 0 if part is None else part.start)
-                    found.append(top.scores())
-                yield joined_scores(found)
+                        top_k.add(self._model.logits(item, piece.output, part), 0 if part is None else part.start)
+                    scores.append(top_k.scores())
+                yield join_scores(scores)
 
     def _resume(self, item: TrunkOutput) -> None:
         """Restore the random state that a micro-batch had at the end of its trunk, and make the micro-batch current."""
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
-    def _run_one(self, item: TrunkOutput, num_items: int, leaves: HeadGradients) -> None:
+    def _run_micro_batch(self, item: TrunkOutput, num_items: int, leaves: HeadGradients) -> None:
         """Run all pieces of one micro-batch in order. The caller has leased all weights."""
         losses: list[Tensor] = []
-        leaves.at(item)
+        leaves.set_micro_batch(item)
         hidden_grad = self._hidden_grad(item)
         with self._model.without_auxiliary_loss():
             if item.loss.compares_rows:
-                losses.append(self._run_compared(item, num_items, leaves, hidden_grad))
+                losses.append(self._run_comparison(item, num_items, leaves, hidden_grad))
                 return self._record(item, num_items, losses, hidden_grad)
             for piece in self._pieces(item, num_items):
                 losses.append(self._run_piece(piece, num_items, leaves))
                 piece.store_gradient(hidden_grad)
         self._record(item, num_items, losses, hidden_grad)
 
-    def _run_compared(
+    def _run_comparison(
         self, item: TrunkOutput, num_items: int, leaves: HeadGradients, hidden_grad: Tensor | None
     ) -> Tensor:
         """Return a micro-batch's loss, and accumulate its gradients, for losses that compare rows.
 
         All rows are added to the loss before any gradient is computed, because the loss compares rows across pieces.
         """
-        rows = self._add_row_logits(item, num_items)
-        loss = self._compare(item, rows)
-        for piece in self._pieces(item, num_items, compared=rows):
-            for part in reversed(self._whole_or_parts()):
+        row_losses = self._add_row_logits(item, num_items)
+        loss = self._compare_rows(item, row_losses)
+        for piece in self._pieces(item, num_items, row_losses=row_losses):
+            for part in reversed(self._vocabulary_or_parts()):
                 self._add_gradients(piece, part, leaves)
             piece.store_gradient(hidden_grad)
         return loss
 
     def _add_row_logits(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
         """Add all logits of a micro-batch to the loss, and return the loss object of each piece."""
-        rows: list[RowsLoss] = []
-        for piece in self._pieces(item, num_items, takes_logits=True):
+        row_losses: list[RowsLoss] = []
+        for piece in self._pieces(item, num_items, with_logits=True):
             assert piece.loss is not None
-            for part in self._whole_or_parts():
+            for part in self._vocabulary_or_parts():
                 self._add_logits(piece, part, is_kept=False)
-            rows.append(piece.loss)
-        return rows
+            row_losses.append(piece.loss)
+        return row_losses
 
-    def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
+    def _compare_rows(self, item: TrunkOutput, row_losses: Sequence[RowsLoss]) -> Tensor:
         """Return a micro-batch's loss, for losses that compare rows. Call this after all rows have been added."""
-        loss, figures = item.loss.compare(rows)
-        self._found.figures += figures
+        loss, metrics = item.loss.compare(row_losses)
+        self._losses.metrics += metrics
         return loss
 
-    def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
+    def _vocabulary_or_parts(self) -> Sequence[VocabularyPart | None]:
         """Return the parts of the vocabulary; [None] if it is not split."""
         return self._weights.parts if self._tiling.columns else [None]
 
@@ -209,50 +209,50 @@ class ChunkedHead:
         The head leases its weights once for all outputs.
         """
         with ExitStack() as stack:
-            self._weights.bound(stack)
-            if self._weights.passes:
-                by_item = [list(self._pieces(item, 1, takes_logits=True)) for item in outputs]
-                self._add_all_logits([piece for pieces in by_item for piece in pieces])
-                found = [[piece.loss for piece in own] for own in by_item]
+            self._weights.bind(stack)
+            if self._weights.is_passing:
+                pieces_by_item = [list(self._pieces(item, 1, with_logits=True)) for item in outputs]
+                self._add_all_logits([piece for pieces in pieces_by_item for piece in pieces])
+                losses = [[piece.loss for piece in group] for group in pieces_by_item]
             else:
-                found = []
+                losses = []
                 for item in outputs:
                     self._resume(item)
-                    found.append([*self._add_row_logits(item, 1)])
-        softmaxes = [[each for each in own if isinstance(each, RunningSoftmax)] for own in found]
+                    losses.append([*self._add_row_logits(item, 1)])
+        softmaxes = [[loss for loss in group if isinstance(loss, RunningSoftmax)] for group in losses]
         empty = torch.zeros(0)
-        return [torch.cat([each.log_probs() for each in own]) if own else empty for own in softmaxes]
+        return [torch.cat([loss.log_probs() for loss in group]) if group else empty for group in softmaxes]
 
-    def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> None:
+    def _run_part_major(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> None:
         """Run all pieces of all micro-batches, one part of the vocabulary at a time.
 
-        Results are bit-identical to ``_run_one``, because the operations and the order of each sum are the same.
+        Results are bit-identical to ``_run_micro_batch``, because operations and the order of each sum are the same.
         """
-        units = self._weights.bound(stack)
+        units = self._weights.bind(stack)
         with self._model.without_auxiliary_loss():
             pieces = [list(self._pieces(item, num_items)) for item in outputs]
-            together = [piece for own in pieces for piece in own]
-            self._add_all_logits(together)
-            if self._weights.passes:  # a tick leases each block once, so the second pass is a separate tick
+            all_pieces = [piece for item_pieces in pieces for piece in item_pieces]
+            self._add_all_logits(all_pieces)
+            if self._weights.is_passing:  # a tick leases each block once, so the second pass is a separate tick
                 stack.close()
-                units = self._weights.bound(stack)
+                units = self._weights.bind(stack)
             leaves = self._weights.leaves(stack, units)
-            compared: list[Tensor | None] = []
-            for item, own in zip(outputs, pieces, strict=True):
-                rows = [piece.loss for piece in own if piece.loss is not None]
-                compared.append(self._compare(item, rows) if item.loss.compares_rows else None)
-            for place in self._weights.places(leaves):
-                with place as parts:
+            compared_losses: list[Tensor | None] = []
+            for item, item_pieces in zip(outputs, pieces, strict=True):
+                row_losses = [piece.loss for piece in item_pieces if piece.loss is not None]
+                compared_losses.append(self._compare_rows(item, row_losses) if item.loss.compares_rows else None)
+            for block in self._weights.reversed_blocks(leaves):
+                with block as parts:
                     for part in reversed(parts):
-                        with self._weights.rows_of(part, leaves):
-                            for piece in together:
-                                leaves.at(piece.item)
+                        with self._weights.accumulate_part(part, leaves):
+                            for piece in all_pieces:
+                                leaves.set_micro_batch(piece.item)
                                 self._add_gradients(piece, part, leaves)
-        for item, own, loss in zip(outputs, pieces, compared, strict=True):
+        for item, item_pieces, loss in zip(outputs, pieces, compared_losses, strict=True):
             hidden_grad = self._hidden_grad(item)
-            for piece in own:
+            for piece in item_pieces:
                 piece.store_gradient(hidden_grad)
-            losses = [loss] if loss is not None else [each.loss.loss() for each in own if each.loss is not None]
+            losses = [loss] if loss is not None else [each.loss.loss() for each in item_pieces if each.loss is not None]
             self._record(item, num_items, losses, hidden_grad)
 
     def _add_all_logits(self, pieces: Sequence[HeadRows]) -> None:
@@ -265,53 +265,53 @@ class ChunkedHead:
 
     def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
         """Return zeros [B * S, H] for the gradient of the trunk's output, or None if the output has no gradient."""
-        hidden: Tensor = item.output["last_hidden_state"]
-        has_gradient = hidden.requires_grad and len(item.rows)
-        return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
+        states: Tensor = item.output["last_hidden_state"]
+        has_gradient = states.requires_grad and len(item.rows)
+        return torch.zeros_like(states.detach().reshape(-1, states.shape[-1])) if has_gradient else None
 
     def _pieces(
         self,
         item: TrunkOutput,
         num_items: int,
         *,
-        takes_logits: bool = False,
-        compared: Sequence[RowsLoss] | None = None,
+        with_logits: bool = False,
+        row_losses: Sequence[RowsLoss] | None = None,
     ) -> Iterator[HeadRows]:
         """Yield the pieces of a micro-batch. In each piece, the rows of the trunk's output form a new graph leaf.
 
         Args:
             num_items: Number of labels in the whole step.
-            takes_logits: Whether to pass logits to the loss even if the model's own function could compute the loss.
-            compared: Loss objects of the pieces, which already have all logits; None to create new ones.
+            with_logits: Whether to pass logits to the loss even if the model's own function could compute the loss.
+            row_losses: Loss objects of the pieces, which already have all logits; None to create new ones.
         """
-        in_parts = takes_logits or self._tiling.columns > 0
-        hidden: Tensor = item.output["last_hidden_state"]
-        flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        bare = _bare_output(item.output)
-        for number, start in enumerate(range(0, len(item.rows), self._tiling.rows)):
+        is_split = with_logits or self._tiling.columns > 0
+        states: Tensor = item.output["last_hidden_state"]
+        flat_states = states.detach().reshape(-1, states.shape[-1])
+        bare_output = _bare_output(item.output)
+        for index, start in enumerate(range(0, len(item.rows), self._tiling.rows)):
             rows, labels = item.rows[start : start + self._tiling.rows], item.labels[start : start + self._tiling.rows]
-            leaf = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
-            output = copy.copy(bare)
+            leaf = flat_states.index_select(0, rows).unsqueeze(0).requires_grad_(states.requires_grad)
+            output = copy.copy(bare_output)
             output["last_hidden_state"] = leaf
             loss = (
                 item.loss.for_rows(
-                    labels, start, vocab_size=self._tiling.vocab_size, num_items=num_items, in_parts=in_parts
+                    labels, start, vocab_size=self._tiling.vocab_size, num_items=num_items, in_parts=is_split
                 )
-                if compared is None
-                else compared[number]
+                if row_losses is None
+                else row_losses[index]
             )
             yield HeadRows(item, output, rows, labels, leaf, loss)
 
     def _record(self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None) -> None:
         """Record a micro-batch's loss terms, and the tensors that cross the cut with their gradients."""
-        hidden: Tensor = item.output["last_hidden_state"]
-        self._found.terms += losses
+        states: Tensor = item.output["last_hidden_state"]
+        self._losses.terms += losses
         if hidden_grad is not None:
-            self._found.roots.append(hidden)
-            self._found.gradients.append(hidden_grad.view(hidden.shape))
+            self._losses.roots.append(states)
+            self._losses.gradients.append(hidden_grad.view(states.shape))
         if self._model.has_auxiliary_loss and len(item.rows):
-            auxiliary = self._model.auxiliary(item, num_items, self._found.roots, self._found.gradients)
-            self._found.terms.append(auxiliary)
+            auxiliary_loss = self._model.auxiliary_loss(item, num_items, self._losses.roots, self._losses.gradients)
+            self._losses.terms.append(auxiliary_loss)
 
     def _run_piece(self, piece: HeadRows, num_items: int, leaves: HeadGradients) -> Tensor:
         """Return the loss of a piece, and accumulate the gradients of weights and hidden states."""
@@ -320,8 +320,8 @@ class ChunkedHead:
             leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
             return loss.detach()
         parts = self._weights.parts or (None,)
-        for number, part in enumerate(parts):
-            self._add_logits(piece, part, is_kept=number >= len(parts) - self._tiling.kept_parts)
+        for index, part in enumerate(parts):
+            self._add_logits(piece, part, is_kept=index >= len(parts) - self._tiling.kept_parts)
         for part in reversed(parts):
             self._add_gradients(piece, part, leaves)
         return piece.loss.loss()
@@ -330,26 +330,26 @@ class ChunkedHead:
         """Add the logits of a part, or all logits, to the loss. Optionally keep their graph for the second pass."""
         assert piece.loss is not None
         # Do not use `no_grad` here, because both passes must use the same kernels.
-        saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
-        with saving:
+        context = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
+        with context:
             logits = self._model.logits(piece.item, piece.output, part)
         piece.loss.add(logits.detach(), 0 if part is None else part.start)
         if is_kept and torch.is_grad_enabled():
-            piece.kept.append(logits)
+            piece.kept_logits.append(logits)
 
     def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: HeadGradients) -> None:
         """Accumulate the gradients that a part contributes. Recompute the part's logits if they were not kept."""
         assert piece.loss is not None
-        logits = piece.kept.pop() if piece.kept else self._model.logits(piece.item, piece.output, part)
-        trained = [part.weight] if part is not None and part.weight.requires_grad else []
+        logits = piece.kept_logits.pop() if piece.kept_logits else self._model.logits(piece.item, piece.output, part)
+        part_leaves = [part.weight] if part is not None and part.weight.requires_grad else []
         gradient = piece.loss.gradient(logits.detach(), 0 if part is None else part.start)
-        leaves.add_gradients(piece, logits, gradient, trained)
+        leaves.add_gradients(piece, logits, gradient, part_leaves)
 
 
 def _bare_output(output: Any) -> Any:
     """Return a copy of a trunk's output that omits differentiable tensors, which only the auxiliary loss uses."""
-    bare = copy.copy(output)
+    result = copy.copy(output)
     for key, value in output.items():
         if key != "last_hidden_state" and has_differentiable(value):
-            bare[key] = None
-    return bare
+            result[key] = None
+    return result

@@ -50,7 +50,7 @@ class CrossEntropy(Loss, MicroBatchLoss):
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """If smoothing is on, replace the model's loss function by one with label smoothing within the context."""
         factor = self.label_smoothing_factor
-        return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
+        return replace_loss(model, _smoothed_loss(factor)) if factor else nullcontext()
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
         """Return ``self``, because the loss needs no data from a micro-batch except its labels."""
@@ -88,40 +88,40 @@ class RunningSoftmax:
         self._labels, self._vocab_size, self._num_items = labels, vocab_size, num_items
         self._smoothing, self._z_loss = smoothing, z_loss
         zeros = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
-        self._largest = torch.full_like(zeros, -torch.inf)
-        self._sum = zeros  # exponentials relative to the largest logit so far
-        self._of_label = torch.zeros_like(zeros)
-        self._total = torch.zeros_like(zeros) if smoothing else None  # sum of the logits
+        self._max_logits = torch.full_like(zeros, -torch.inf)
+        self._exp_sums = zeros  # exponentials relative to the largest logit so far
+        self._label_logits = torch.zeros_like(zeros)
+        self._logit_sums = torch.zeros_like(zeros) if smoothing else None  # sum of the logits
         self._weights: Tensor | None = None
         self._log_sums: Tensor | None = None  # cached logsumexp, because each part's gradient needs it
 
     def add(self, logits: Tensor, start: int) -> None:
         """Add the logits [rows, columns] of the part that starts at column ``start``."""
         self._log_sums = None
-        if device_kernels.are_for(logits):
+        if device_kernels.are_usable(logits):
             device_kernels.add_logits(
                 logits,
                 self._labels,
                 start,
-                largest=self._largest,
-                exponentials=self._sum,
-                of_label=self._of_label,
-                totals=self._total,
+                max_logits=self._max_logits,
+                exp_sums=self._exp_sums,
+                label_logits=self._label_logits,
+                logit_sums=self._logit_sums,
             )
             return
         values = logits.float()
-        at, is_here = column_of(self._labels, start, values.shape[1])
-        self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
-        if self._total is not None:
-            self._total = self._total + values.sum(1)
-        largest = torch.maximum(self._largest, values.amax(1))
-        here = (values - largest.unsqueeze(1)).exp_().sum(1)
-        self._sum = self._sum * torch.exp(self._largest - largest) + here
-        self._largest = largest
+        columns, is_in_part = label_columns(self._labels, start, values.shape[1])
+        self._label_logits = torch.where(is_in_part, values.gather(1, columns).squeeze(1), self._label_logits)
+        if self._logit_sums is not None:
+            self._logit_sums = self._logit_sums + values.sum(1)
+        max_logits = torch.maximum(self._max_logits, values.amax(1))
+        part_sums = (values - max_logits.unsqueeze(1)).exp_().sum(1)
+        self._exp_sums = self._exp_sums * torch.exp(self._max_logits - max_logits) + part_sums
+        self._max_logits = max_logits
 
     def log_probs(self) -> Tensor:
         """Return the log-probability of each row's label [rows]. Call this after all parts have been added."""
-        return self._of_label - self._log_sum()
+        return self._label_logits - self._log_sum()
 
     def weigh(self, weights: Tensor) -> None:
         """Set weights [rows] by which the rows' gradients are multiplied, instead of ``1 / num_items``."""
@@ -130,18 +130,18 @@ class RunningSoftmax:
     def loss(self) -> Tensor:
         """Return the loss. Call this after all parts have been added."""
         log_sum = self._log_sum()
-        losses = log_sum - self._of_label
-        if self._total is not None:
-            even = log_sum - self._total / self._vocab_size
-            losses = (1 - self._smoothing) * losses + self._smoothing * even
+        losses = log_sum - self._label_logits
+        if self._logit_sums is not None:
+            uniform_losses = log_sum - self._logit_sums / self._vocab_size
+            losses = (1 - self._smoothing) * losses + self._smoothing * uniform_losses
         if self._z_loss:
             losses = losses + self._z_loss * log_sum.square()
         return losses.sum() / self._num_items
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
         """Return the gradient with respect to a part's logits, in their dtype. Call this after adding all parts."""
-        if device_kernels.are_for(logits):
-            return device_kernels.gradient_of_logits(
+        if device_kernels.are_usable(logits):
+            return device_kernels.logits_gradient(
                 logits,
                 self._labels,
                 start,
@@ -150,38 +150,38 @@ class RunningSoftmax:
                 num_items=self._num_items,
                 z_loss=self._z_loss,
                 share=self._smoothing / self._vocab_size,
-                at_label=1 - self._smoothing,
+                label_weight=1 - self._smoothing,
             )
         log_sum = self._log_sum().unsqueeze(1)
-        found = (logits.float() - log_sum).exp_()
+        gradient = (logits.float() - log_sum).exp_()
         if self._z_loss:
-            found.mul_(1 + 2 * self._z_loss * log_sum)
+            gradient.mul_(1 + 2 * self._z_loss * log_sum)
         if self._smoothing:
-            found.sub_(self._smoothing / self._vocab_size)
-        at, is_here = column_of(self._labels, start, found.shape[1])
+            gradient.sub_(self._smoothing / self._vocab_size)
+        columns, is_in_part = label_columns(self._labels, start, gradient.shape[1])
         # Use scatter instead of an addition. Each row has one label, so the result does not depend on write order.
-        found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
+        gradient.scatter_(1, columns, gradient.gather(1, columns) - is_in_part.unsqueeze(1) * (1 - self._smoothing))
         if self._weights is not None:
-            return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
-        return found.div_(self._num_items).to(logits.dtype)
+            return gradient.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
+        return gradient.div_(self._num_items).to(logits.dtype)
 
     def _log_sum(self) -> Tensor:
         if self._log_sums is None:
-            self._log_sums = self._largest + self._sum.log()
+            self._log_sums = self._max_logits + self._exp_sums.log()
         return self._log_sums
 
 
-def column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+def label_columns(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return each label's column in a part, clamped to the part, as [rows, 1], and whether the label is in the part."""
-    at = labels - start
-    return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
+    columns = labels - start
+    return columns.clamp(0, num_columns - 1).unsqueeze(1), (columns >= 0) & (columns < num_columns)
 
 
-def _smoothed(factor: float) -> Callable[..., Tensor]:
+def _smoothed_loss(factor: float) -> Callable[..., Tensor]:
     """Return a loss function with label smoothing. It has the signature of transformers' causal LM loss."""
 
     def loss(
-        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **options: Any
     ) -> Tensor:
         total = nn.functional.cross_entropy(
             logits.float().view(-1, vocab_size),
@@ -196,13 +196,13 @@ def _smoothed(factor: float) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def replace_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """Replace a model's loss function within the context."""
-    own = model.__dict__.get("_loss_function")
+    original = model.__dict__.get("_loss_function")
     model.__dict__["_loss_function"] = function
     try:
         yield
     finally:
         del model.__dict__["_loss_function"]
-        if own is not None:
-            model.__dict__["_loss_function"] = own
+        if original is not None:
+            model.__dict__["_loss_function"] = original

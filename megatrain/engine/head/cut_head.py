@@ -13,9 +13,9 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.head.chunked_head import ChunkedHead, HeadTiling, PassLosses
 from megatrain.engine.head.head_model import HeadModel, TrunkOutput
 from megatrain.engine.head.head_weights import HeadWeights
-from megatrain.engine.head.token_scores import RunningTopK, TokenScores, joined_scores
+from megatrain.engine.head.token_scores import RunningTopK, TokenScores, join_scores
 from megatrain.engine.head.vocabulary import PartWeight
-from megatrain.engine.unit.bound_unit import BoundUnit, installed_stubs
+from megatrain.engine.unit.bound_unit import BoundUnit, install_stubs
 
 if TYPE_CHECKING:
     from megatrain.engine.head.head_plan import HeadPlan
@@ -31,7 +31,7 @@ class CutHead:
         rows: Number of rows whose logits are computed at a time; None for the model's default.
         columns: Number of vocabulary columns computed at a time; 0 for all columns; None for the default.
         kept_parts: Number of vocabulary parts whose logits are kept for the second pass.
-        in_turn: Whether all rows use one part of the vocabulary before any row uses the next part.
+        is_part_major: Whether all rows use one part of the vocabulary before any row uses the next part.
 
     Attributes:
         trunk: Module whose output is the input of the head.
@@ -50,21 +50,21 @@ class CutHead:
         rows: int | None,
         columns: int | None,
         kept_parts: int,
-        in_turn: bool,
+        is_part_major: bool,
     ) -> None:
         self._model, self._plan, self._visits = model, plan, visits
         self.trunk, self.units = plan.trunk, tuple(unit.index for unit in plan.units)
         self._bounds = [bounds[index] for index in self.units]
-        default = plan.default_columns
-        self.columns = default if columns is None else min(columns, default)
+        default_columns = plan.default_columns
+        self.columns = default_columns if columns is None else min(columns, default_columns)
         self.rows = rows or plan.default_rows(self.columns)
-        self._tiling = HeadTiling(plan.vocab_size, self.rows, self.columns, kept_parts, in_turn)
+        self._tiling = HeadTiling(plan.vocab_size, self.rows, self.columns, kept_parts, is_part_major)
         self._ranges = plan.ranges(self.columns) if self.columns else []
         self._cut_weight = plan.cut_weight or ""
         self._part_weight: PartWeight | None = None  # placeholder for the weight that computes logits in parts
         if self.columns:
             owner = next(bound for bound in self._bounds if bound.has(self._cut_weight))
-            self._part_weight = PartWeight.in_place_of(owner.absent(self._cut_weight))
+            self._part_weight = PartWeight.from_placeholder(owner.placeholder(self._cut_weight))
 
     @property
     def parts(self) -> int:
@@ -77,64 +77,64 @@ class CutHead:
         return 0 if self._part_weight is None else 2 * self._part_weight.numel()
 
     @property
-    def by_part(self) -> frozenset[str]:
+    def partwise_params(self) -> frozenset[str]:
         """Name of the head's weight, if its gradient can be computed one part at a time; otherwise empty.
 
         Empty if the head has other trainable weights, because their gradients would be summed in a different order.
         """
         if not self.columns or not self._plan.boundaries:
             return frozenset()
-        trained = {name for bound in self._bounds for name in bound.trainable}
-        return frozenset(trained) if trained == {self._cut_weight} else frozenset()
+        trained_names = {name for bound in self._bounds for name in bound.trainable}
+        return frozenset(trained_names) if trained_names == {self._cut_weight} else frozenset()
 
     @property
     def part_nbytes(self) -> int:
         """Size of the graph that the head keeps for one vocabulary part of a full piece; 0 if there are no parts."""
-        widest = max((stop - start for start, stop in self._ranges), default=0)
-        return self.rows * widest * self._plan.logit_nbytes
+        max_columns = max((stop - start for start, stop in self._ranges), default=0)
+        return self.rows * max_columns * self._plan.logit_nbytes
 
     def last_hidden(self, output: Any) -> Tensor:
         """Return the last hidden states [B, S, H]."""
-        hidden: Tensor = output["last_hidden_state"]
-        return hidden
+        states: Tensor = output["last_hidden_state"]
+        return states
 
     @contextmanager
-    def started(self) -> Iterator[ChunkedHead]:
+    def open(self) -> Iterator[ChunkedHead]:
         """Yield the head for a pass whose trunk has run, with the stubs of the head's units removed."""
         model = HeadModel(self._model, self.trunk, self._part_weight, is_product=self._plan.is_product)
-        numbered = [(bound, len(self._visits) + offset) for offset, bound in enumerate(self._bounds)]
-        weights = HeadWeights(numbered, self._visits.access, self._cut_weight, self._part_weight, self._ranges)
+        bounds = [(bound, len(self._visits) + offset) for offset, bound in enumerate(self._bounds)]
+        weights = HeadWeights(bounds, self._visits.access, self._cut_weight, self._part_weight, self._ranges)
         head = ChunkedHead(model, weights, self._tiling, self._visits.random, self._visits.activity)
-        with installed_stubs({bound.unit.module: bound.forward for bound in self._bounds}):
+        with install_stubs({bound.unit.module: bound.forward for bound in self._bounds}):
             yield head
 
 
-class OwnLoss:
+class ModelLoss:
     """Loss of a model that cannot be cut. The model's own forward computes it, as a mean, from all logits at once."""
 
     trunk: nn.Module | None = None
     units: tuple[int, ...] = ()
     rows = columns = logits_flops = part_nbytes = 0
     parts = 1
-    by_part = frozenset[str]()
+    partwise_params = frozenset[str]()
 
     def __init__(self, model: nn.Module) -> None:
         self._model_type = type(model).__name__
 
-    def started(self) -> AbstractContextManager[OwnLoss]:
-        """Return a context that yields this object, which has no state per pass; see ``CutHead.started``."""
+    def open(self) -> AbstractContextManager[ModelLoss]:
+        """Return a context that yields this object, which has no state per pass; see ``CutHead.open``."""
         return nullcontext(self)
 
     def run(self, items: Sequence[TrunkOutput], num_items: int) -> PassLosses:
         """Return each micro-batch's loss as its share of the step's loss; see ``ChunkedHead.run``."""
-        found = PassLosses()
+        losses = PassLosses()
         for item in items:
             if count := len(item.labels):  # the mean is NaN without labels
                 loss: Tensor = item.output["loss"]
-                found.terms.append(loss.detach() * (count / num_items))
-                found.roots.append(loss)
-                found.gradients.append(torch.full_like(loss, count / num_items))
-        return found
+                losses.terms.append(loss.detach() * (count / num_items))
+                losses.roots.append(loss)
+                losses.gradients.append(torch.full_like(loss, count / num_items))
+        return losses
 
     def evaluate(self, items: Sequence[TrunkOutput]) -> list[Tensor]:
         """Return the summed loss of each micro-batch; see ``ChunkedHead.evaluate``."""
@@ -144,9 +144,9 @@ class OwnLoss:
         """Yield each micro-batch's scores of labelled rows; see ``ChunkedHead.score``."""
         for item in items:
             logits = item.output["logits"].flatten(0, -2).index_select(0, item.rows)
-            top = RunningTopK(item.labels, k, temperature)
-            top.add(logits, 0)
-            yield joined_scores([top.scores()])
+            top_k = RunningTopK(item.labels, k, temperature)
+            top_k.add(logits, 0)
+            yield join_scores([top_k.scores()])
 
     def last_hidden(self, output: Any) -> Tensor:
         """Raise an error, because the forward does not stop before the head."""

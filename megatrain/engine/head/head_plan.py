@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain.engine.head.cross_entropy import replaced_loss
+from megatrain.engine.head.cross_entropy import replace_loss
 from megatrain.engine.head.head_model import without_auxiliary_loss
 from megatrain.engine.head.vocabulary import vocabulary_ranges
 from megatrain.engine.unit.absent_weights import METADATA_QUERIES
-from megatrain.engine.unit.bound_unit import installed_stubs
+from megatrain.engine.unit.bound_unit import install_stubs
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
@@ -91,10 +91,10 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
         return None
     if len(probe.trunks) != 1 or len(probe.losses) != 1 or probe.has_own_term:
         return None
-    shape, labels_are_passed = probe.losses[0]
-    if shape[:2] != (1, 2) or not labels_are_passed:
+    shape, are_labels_passed = probe.losses[0]
+    if shape[:2] != (1, 2) or not are_labels_passed:
         return None
-    units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
+    units = tuple(graph.units[index] for index in dict.fromkeys(probe.called_units))
     cut_weight = _cut_weight(graph, candidates, probe)
     boundaries = () if cut_weight is None else _boundaries(graph, cut_weight)
     return HeadPlan(
@@ -116,27 +116,27 @@ def _boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
     return ()
 
 
-def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
+def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], full_probe: _HeadProbe) -> str | None:
     """Return the name of the weight whose parts can compute parts of the logits, or None.
 
     The result is also None if the head has other weights, except biases, because every part would apply them again.
     """
-    if whole.cut_weight is None:
+    if full_probe.cut_weight is None:
         return None
-    vocab_size = whole.losses[0][0][-1]
+    vocab_size = full_probe.losses[0][0][-1]
     shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
-    units = (graph.units[index] for index in whole.called)
-    others = {owner for unit in units for _, owner, _ in unit.params} - {whole.cut_weight}
-    if any(shapes[name] != (vocab_size,) for name in others):
+    units = (graph.units[index] for index in full_probe.called_units)
+    other_names = {owner for unit in units for _, owner, _ in unit.params} - {full_probe.cut_weight}
+    if any(shapes[name] != (vocab_size,) for name in other_names):
         return None
     num_columns = max(1, vocab_size // 2)
-    half = _HeadProbe(graph, candidates, num_columns)
+    half_probe = _HeadProbe(graph, candidates, num_columns)
     try:
-        half.run()
+        half_probe.run()
     except Exception:  # the head fails if the vocabulary has a different size
         return None
-    is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
-    return whole.cut_weight if is_same else None
+    is_same = half_probe.cut_weight == full_probe.cut_weight and half_probe.losses[0][0][-1] == num_columns
+    return full_probe.cut_weight if is_same else None
 
 
 class _HeadProbe:
@@ -148,7 +148,7 @@ class _HeadProbe:
 
     Attributes:
         trunks: Candidates that the model called.
-        called: Indexes of the units that the model called.
+        called_units: Indexes of the units that the model called.
         losses: For each call to the loss, the shape of the logits and whether the labels were passed on.
         has_own_term: Whether the model changes the value of the loss function, which pieces could not reproduce.
     """
@@ -157,13 +157,13 @@ class _HeadProbe:
         self._graph = graph
         self._candidates = candidates
         self.trunks: list[nn.Module] = []
-        self.called: list[int] = []
+        self.called_units: list[int] = []
         self.losses: list[tuple[torch.Size, bool]] = []
         self.cut_weight: str | None = None
         self.logit_nbytes = 0
         self.is_product = self.has_own_term = False
         self._num_columns = num_columns
-        self._cut = CutProbe({}, None)
+        self._cut_weight = CutProbe({}, None)
         self._saved: list[Tensor] = []  # tensors that autograd saved
         self._rows = self._loss = torch.empty(0, device="meta")
 
@@ -178,17 +178,17 @@ class _HeadProbe:
         labels = torch.zeros(1, 2, dtype=torch.long, device="meta")
         stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
         stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
-        loss = replaced_loss(model, self._loss_stub(model.loss_function, labels))
-        named = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
-        self._cut = CutProbe(named, self._num_columns)
+        loss = replace_loss(model, self._loss_stub(model.loss_function, labels))
+        matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+        self._cut_weight = CutProbe(matrices, self._num_columns)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         with (
-            installed_stubs(stubs),
+            install_stubs(stubs),
             without_auxiliary_loss(model),
             loss,
             torch.enable_grad(),
             hooks,
-            self._cut.watching(),
+            self._cut_weight.watch(),
         ):
             output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
         self.has_own_term = output["loss"] is not self._loss  # for example Bamba's z-loss
@@ -201,7 +201,7 @@ class _HeadProbe:
         forward = unit.module.forward
 
         def stub(*args: Any, **kwargs: Any) -> Any:
-            self.called.append(unit.index)
+            self.called_units.append(unit.index)
             return forward(*args, **kwargs)
 
         return stub
@@ -216,19 +216,19 @@ class _HeadProbe:
     def _loss_stub(self, loss_function: Callable[..., Any], labels: Tensor) -> Callable[..., Any]:
         def stub(*args: Any, **kwargs: Any) -> Any:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
-            passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
-            self.losses.append((logits.shape, passed))
-            self.cut_weight = self._cut.weight_of(logits)
-            self.is_product = self._cut.is_product(logits, self._rows)
+            is_passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
+            self.losses.append((logits.shape, is_passed))
+            self.cut_weight = self._cut_weight.logits_weight(logits)
+            self.is_product = self._cut_weight.is_product(logits, self._rows)
             # Select by size, because autograd also saves the weight.
-            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]
-            graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
-            sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
+            candidates = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]
+            logit_tensors = [tensor for tensor in (logits, *candidates) if tensor.shape[-1:] == logits.shape[-1:]]
+            sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in logit_tensors}
             self.logit_nbytes = sum(sizes.values())
             if self._num_columns is not None:
                 self._loss = logits.sum()
                 return self._loss
-            with self._cut.paused():
+            with self._cut_weight.pause():
                 value = loss_function(*args, **kwargs)  # tensors that autograd saves here are not counted
             self._loss = value
             return value
@@ -251,7 +251,7 @@ def _rows_only_output(rows: Tensor) -> Any:
 # -- whether a head can be cut --------------------------------------------------------------------------------------
 
 #: Operators that leave each column in its place if the result has the same number of columns.
-_KEEPERS = frozenset(
+_COLUMNWISE_OPERATORS = frozenset(
     {
         torch.ops.aten._to_copy.default,
         torch.ops.aten.clone.default,
@@ -291,16 +291,16 @@ class CutProbe:
         self._products: list[_Product] = []
         self._other_uses: set[str] = set()
         self._columns: dict[int, tuple[Tensor, _Product]] = {}  # keeps the tensor, so that its id is not reused
-        self._draws = self._is_paused = False
+        self._is_random = self._is_paused = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Observe all code that runs within the context."""
         with _Functions(self), _Operators(self):
             yield
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Ignore code that runs within the context."""
         self._is_paused = True
         try:
@@ -308,17 +308,17 @@ class CutProbe:
         finally:
             self._is_paused = False
 
-    def weight_of(self, logits: Tensor) -> str | None:
+    def logits_weight(self, logits: Tensor) -> str | None:
         """Return the name of the weight that computes the logits, or None if the vocabulary cannot be split."""
         _, product = self._columns.get(id(logits), (None, None))
-        if product is None or not product.is_cuttable or self._draws:
+        if product is None or not product.is_cuttable or self._is_random:
             return None
-        uses = sum(other.owner == product.owner for other in self._products)
-        return product.owner if uses == 1 and product.owner not in self._other_uses else None
+        num_uses = sum(each.owner == product.owner for each in self._products)
+        return product.owner if num_uses == 1 and product.owner not in self._other_uses else None
 
     def is_product(self, logits: Tensor, rows: Tensor) -> bool:
         """Return whether the logits are just the product of ``rows`` and the weight."""
-        if self.weight_of(logits) is None:
+        if self.logits_weight(logits) is None:
             return False
         _, product = self._columns[id(logits)]
         # Transformers slices out the rows that need logits. In training, this slice contains all rows.
@@ -347,28 +347,28 @@ class CutProbe:
         if self._is_paused:
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws = True
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        marked = [(leaf, self._columns[id(leaf)][1]) for leaf in given if id(leaf) in self._columns]
-        for leaf, product in marked:
+            self._is_random = True
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tracked_inputs = [(leaf, self._columns[id(leaf)][1]) for leaf in inputs if id(leaf) in self._columns]
+        for leaf, product in tracked_inputs:
             product.is_changed = True
-            others = [other for other in given if id(other) not in self._columns]
-            if not _keeps_columns(func, args, leaf, others, result):
+            operands = [operand for operand in inputs if id(operand) not in self._columns]
+            if not _is_columnwise(func, args, leaf, operands, result):
                 product.is_cuttable = False
-            for made in tree_leaves(result):
-                if isinstance(made, Tensor):
-                    self._columns[id(made)] = (made, product)
+            for output in tree_leaves(result):
+                if isinstance(output, Tensor):
+                    self._columns[id(output)] = (output, product)
 
 
-def _keeps_columns(func: Any, args: Any, columns: Tensor, others: list[Tensor], result: Any) -> bool:
+def _is_columnwise(func: Any, args: Any, columns: Tensor, operands: list[Tensor], result: Any) -> bool:
     """Return whether an operator treats all columns the same and computes each column independently."""
     if not isinstance(result, Tensor) or result.shape[-1:] != columns.shape[-1:]:
         return False
     if func is torch.ops.aten.slice.Tensor:
         return (args[1] if len(args) > 1 else 0) not in (-1, columns.dim() - 1)
     if torch.Tag.pointwise in func.tags:
-        return all(other.dim() == 0 or other.shape[-1] == 1 for other in others)
-    return func in _KEEPERS and result.numel() == columns.numel()
+        return all(operand.dim() == 0 or operand.shape[-1] == 1 for operand in operands)
+    return func in _COLUMNWISE_OPERATORS and result.numel() == columns.numel()
 
 
 class _Functions(TorchFunctionMode):

@@ -15,7 +15,7 @@ from megatrain.engine.head.vocabulary import PartWeight, VocabularyPart
 from megatrain.engine.unit.bound_unit import BoundUnit
 from megatrain.engine.unit.passing import SplitWeight
 from megatrain.engine.unit.unit_run import optional_gradients
-from megatrain.engine.unit.weight_gradients import GradientTarget, target_of, weight_leaf
+from megatrain.engine.unit.weight_gradients import GradientTarget, gradient_target, weight_leaf
 
 if TYPE_CHECKING:
     from megatrain.engine.program.block_access import BlockAccess, GradientSink
@@ -32,29 +32,29 @@ class HeadGradients:
     weights: dict[tuple[int, str], Tensor]
     sinks: dict[int, GradientSink]
 
-    def at(self, item: TrunkOutput) -> None:
+    def set_micro_batch(self, item: TrunkOutput) -> None:
         """Set the micro-batch to which the next gradients of all sinks belong."""
         for sink in self.sinks.values():
-            sink.at(item.micro_batch)
+            sink.set_micro_batch(item.micro_batch)
 
-    def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
+    def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, part_leaves: list[Tensor]) -> None:
         """Run the backward from ``output``. Accumulate the gradients of the weights and of the piece's rows.
 
         Args:
-            trained: Additional leaves of the graph, whose gradients go to each leaf's own target (``target_of``).
+            part_leaves: Leaves whose gradients go to each leaf's own target (``gradient_target``).
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
-        found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
+        gradients = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *part_leaves])
         if rows:
-            piece.gradient = _add_in_fp32(piece.gradient, found.pop(0))
-        for (visit, name), own in zip(self.weights, found, strict=False):
-            if own is not None:
-                self.sinks[visit].add(name, own)
-        for leaf, own in zip(trained, found[len(self.weights) :], strict=True):
-            target = target_of(leaf)
-            if own is not None and target is not None:
-                indexes = torch.arange(target.first_row, target.first_row + len(own), device=own.device)
-                target.receiver.sink.add_rows(target.name, indexes, own)
+            piece.gradient = _add_in_fp32(piece.gradient, gradients.pop(0))
+        for (visit, name), weight_grad in zip(self.weights, gradients, strict=False):
+            if weight_grad is not None:
+                self.sinks[visit].add(name, weight_grad)
+        for leaf, weight_grad in zip(part_leaves, gradients[len(self.weights) :], strict=True):
+            target = gradient_target(leaf)
+            if weight_grad is not None and target is not None:
+                indexes = torch.arange(target.first_row, target.first_row + len(weight_grad), device=weight_grad.device)
+                target.receiver.sink.add_rows(target.name, indexes, weight_grad)
 
 
 class HeadWeights:
@@ -79,103 +79,103 @@ class HeadWeights:
         ranges: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._bounds, self._access = bounds, access
-        self._cut, self._part_weight, self._ranges = cut_weight, part_weight, ranges
+        self._cut_weight, self._part_weight, self._ranges = cut_weight, part_weight, ranges
         self.parts: list[VocabularyPart] = []
-        self._passing: SplitWeight | None = None  # cut weight whose blocks are leased one at a time
+        self._passing_weight: SplitWeight | None = None  # cut weight whose blocks are leased one at a time
 
     @property
-    def passes(self) -> bool:
+    def is_passing(self) -> bool:
         """Whether the blocks of the cut weight are leased one at a time, each block once per tick."""
-        return self._passing is not None
+        return self._passing_weight is not None
 
-    def bound(self, stack: ExitStack) -> BoundWeights:
+    def bind(self, stack: ExitStack) -> BoundWeights:
         """Lease and bind the weights of all units until the stack closes."""
         if self._bounds:
             self._access.begin("head", self._bounds[0][1])
         units: BoundWeights = []
         for bound, visit in self._bounds:
             weights = stack.enter_context(self._access.weights(bound.unit, visit))
-            own = stack.enter_context(bound.bound(weights))
-            if self._part_weight is not None and self._cut in weights:
-                weight = stack.enter_context(bound.replaced(self._cut, self._part_weight))
-                self.parts = self._parts_of(weight, stack)
+            leaves = stack.enter_context(bound.bind(weights))
+            if self._part_weight is not None and self._cut_weight in weights:
+                weight = stack.enter_context(bound.replace_weight(self._cut_weight, self._part_weight))
+                self.parts = self._lease_parts(weight, stack)
                 stack.callback(self.parts.clear)  # parts are views of leased blocks
-            units.append((bound, visit, own))
+            units.append((bound, visit, leaves))
         return units
 
     def leaves(self, stack: ExitStack, units: BoundWeights) -> HeadGradients:
         """Lease the gradient accumulators of bound weights until the stack closes."""
-        leaves = HeadGradients({}, {})
-        for bound, visit, own in units:
-            leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
-            if own:
-                leaves.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
-                stack.enter_context(bound.receiver.into(leaves.sinks[visit]))
-        return leaves
+        gradients = HeadGradients({}, {})
+        for bound, visit, leaves in units:
+            gradients.weights.update(((visit, name), leaf) for name, leaf in leaves.items())
+            if leaves:
+                gradients.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+                stack.enter_context(bound.receiver.use_sink(gradients.sinks[visit]))
+        return gradients
 
     def blocks(self) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
         """Yield one context per block of the cut weight, in order. The context leases the block and yields its parts.
 
         If all parts are already leased, they count as one block.
         """
-        weight = self._passing
+        weight = self._passing_weight
         if weight is None:
             yield nullcontext(self.parts)
             return
-        yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
+        yield from (self._block(weight, index) for index in range(len(weight.parts.rows)))
 
-    def places(self, leaves: HeadGradients) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+    def reversed_blocks(self, leaves: HeadGradients) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
         """Yield contexts like ``blocks``, but in reverse order. The contexts also lease blocks of the gradient.
 
         If neither weight nor gradient is leased by part, all parts count as one block.
         """
-        sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
-        weight = self._passing
-        rows = weight.parts.rows if weight is not None else sinks[0].rows_of_parts(self._cut) if sinks else ()
-        for number in reversed(range(len(rows))):
-            gradient = sinks[0].part(self._cut, number) if sinks else nullcontext()
-            yield self._block_with_gradient(gradient, number, rows[number])
+        sinks = [sink for sink in leaves.sinks.values() if sink.part_rows(self._cut_weight)]
+        weight = self._passing_weight
+        rows = weight.parts.rows if weight is not None else sinks[0].part_rows(self._cut_weight) if sinks else ()
+        for index in reversed(range(len(rows))):
+            gradient = sinks[0].part(self._cut_weight, index) if sinks else nullcontext()
+            yield self._block_with_gradient(gradient, index, rows[index])
         if not rows:
             yield nullcontext(self.parts)
 
-    def rows_of(self, part: VocabularyPart, leaves: HeadGradients) -> AbstractContextManager[None]:
+    def accumulate_part(self, part: VocabularyPart, leaves: HeadGradients) -> AbstractContextManager[None]:
         """Return a context in which the gradients of one vocabulary part are accumulated."""
         for sink in leaves.sinks.values():
-            if sink.rows_of_parts(self._cut):
-                return sink.rows(self._cut, part.start, part.stop)
+            if sink.part_rows(self._cut_weight):
+                return sink.rows(self._cut_weight, part.start, part.stop)
         return nullcontext()
 
-    def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
+    def _lease_parts(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
         """Return the vocabulary parts, leased until the stack closes, or none if blocks are leased one at a time."""
-        self._passing = None
+        self._passing_weight = None
         if not isinstance(weight, SplitWeight):
-            return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
-        if weight.parts.passes:
-            self._passing = weight
+            return _vocabulary_parts(weight.detach(), 0, self._ranges, gradient_target(weight))
+        if weight.parts.is_passing:
+            self._passing_weight = weight
             return []
         parts: list[VocabularyPart] = []
-        for number in range(len(weight.parts.rows)):
-            parts += stack.enter_context(self._block(weight, number))
+        for index in range(len(weight.parts.rows)):
+            parts += stack.enter_context(self._block(weight, index))
         return parts
 
     @contextmanager
-    def _block(self, weight: SplitWeight, number: int) -> Iterator[list[VocabularyPart]]:
+    def _block(self, weight: SplitWeight, index: int) -> Iterator[list[VocabularyPart]]:
         """Lease a block of the weight, and yield the vocabulary parts in the block."""
-        rows = weight.parts.rows[number]
-        inside = [(start, stop) for start, stop in self._ranges if start in rows]
-        assert inside[-1][1] == rows.stop, (rows, inside)
-        with weight.parts.part(number) as block:
-            parts = _vocabulary_parts(block.to(weight.dtype), rows.start, inside, weight.target)
+        rows = weight.parts.rows[index]
+        block_ranges = [(start, stop) for start, stop in self._ranges if start in rows]
+        assert block_ranges[-1][1] == rows.stop, (rows, block_ranges)
+        with weight.parts.part(index) as block:
+            parts = _vocabulary_parts(block.to(weight.dtype), rows.start, block_ranges, weight.target)
             yield parts
             parts.clear()
 
     @contextmanager
     def _block_with_gradient(
-        self, gradient: AbstractContextManager[None], number: int, rows: range
+        self, gradient: AbstractContextManager[None], index: int, rows: range
     ) -> Iterator[list[VocabularyPart]]:
-        inside = [part for part in self.parts if part.start in rows]
-        weight = self._passing
-        with gradient, nullcontext(inside) if weight is None else self._block(weight, number) as parts:
+        block_parts = [part for part in self.parts if part.start in rows]
+        weight = self._passing_weight
+        with gradient, nullcontext(block_parts) if weight is None else self._block(weight, index) as parts:
             yield parts
 
 
@@ -185,8 +185,8 @@ def _vocabulary_parts(
     """Return vocabulary parts as views of ``rows``, which start at row ``first_row`` of the weight."""
     parts: list[VocabularyPart] = []
     for start, stop in ranges:
-        own = rows[start - first_row : stop - first_row]
-        leaf = own if target is None else weight_leaf(own, replace(target, first_row=start))
+        part_rows = rows[start - first_row : stop - first_row]
+        leaf = part_rows if target is None else weight_leaf(part_rows, replace(target, first_row=start))
         parts.append(VocabularyPart(start, stop, leaf))
     return parts
 

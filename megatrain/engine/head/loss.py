@@ -153,11 +153,11 @@ class Loss(Protocol):
         return means
 
 
-def mean_figures(figures: Iterable[PartialMean]) -> dict[str, float]:
+def mean_metrics(metrics: Iterable[PartialMean]) -> dict[str, float]:
     """Return the mean of each metric by name. Reads the totals, which should be on the host."""
-    totals: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     counts: dict[str, int] = {}
-    for figure in figures:
-        totals.setdefault(figure.name, []).append(float(figure.total))
-        counts[figure.name] = counts.get(figure.name, 0) + figure.count
-    return {name: fsum(values) / max(1, counts[name]) for name, values in totals.items()}
+    for metric in metrics:
+        values_by_name.setdefault(metric.name, []).append(float(metric.total))
+        counts[metric.name] = counts.get(metric.name, 0) + metric.count
+    return {name: fsum(totals) / max(1, counts[name]) for name, totals in values_by_name.items()}

@@ -38,18 +38,18 @@ class Objective:
             if not self.neftune_noise_alpha:
                 yield
                 return
-            handle = model.get_input_embeddings().register_forward_hook(_noise_hook(self.neftune_noise_alpha))
+            hook = model.get_input_embeddings().register_forward_hook(_noise_hook(self.neftune_noise_alpha))
             try:
                 yield
             finally:
-                handle.remove()
+                hook.remove()
 
 
 def _noise_hook(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     """Return a forward hook that adds noise. A recompute restores the random state, so it draws the same noise."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))
-        return output + torch.zeros_like(output).uniform_(-largest, largest)
+        limit = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))
+        return output + torch.zeros_like(output).uniform_(-limit, limit)
 
     return add_noise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.engine.head.cross_entropy import column_of
+from megatrain.engine.head.cross_entropy import label_columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,39 +40,38 @@ class RunningTopK:
     def __init__(self, labels: Tensor, k: int, temperature: float = 1.0) -> None:
         self._labels, self._k, self._temperature = labels, k, temperature
         self._log_sum = torch.full((len(labels),), -torch.inf, device=labels.device)
-        self._of_label = torch.zeros_like(self._log_sum)
-        self._rest = torch.full_like(self._log_sum, -torch.inf)  # logsumexp over all other tokens
-        self._top = torch.empty(len(labels), 0, device=labels.device)
+        self._label_logits = torch.zeros_like(self._log_sum)
+        self._rest_log_sum = torch.full_like(self._log_sum, -torch.inf)  # logsumexp over all other tokens
+        self._top_values = torch.empty(len(labels), 0, device=labels.device)
         self._ids = torch.empty(len(labels), 0, dtype=torch.long, device=labels.device)
 
     def add(self, logits: Tensor, start: int) -> None:
         """Add the logits [rows, columns] of the part that starts at column ``start``."""
         values = logits.float()
-        at, is_here = column_of(self._labels, start, values.shape[1])
-        self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
+        columns, is_in_part = label_columns(self._labels, start, values.shape[1])
+        self._label_logits = torch.where(is_in_part, values.gather(1, columns).squeeze(1), self._label_logits)
         self._log_sum = torch.logaddexp(self._log_sum, values.logsumexp(1))
         if not self._k:
             return
         if self._temperature != 1.0:
             values = values / self._temperature
-        top, at = values.topk(min(self._k, values.shape[1]), dim=1)
-        rest = values.scatter(1, at, -torch.inf).logsumexp(1)
-        top, ids = torch.cat([self._top, top], 1), torch.cat([self._ids, at + start], 1)
+        top_values, columns = values.topk(min(self._k, values.shape[1]), dim=1)
+        rest_log_sum = values.scatter(1, columns, -torch.inf).logsumexp(1)
+        top_values, ids = torch.cat([self._top_values, top_values], 1), torch.cat([self._ids, columns + start], 1)
         # Sum the probabilities of tokens as they leave the top k. Computing 1 minus the top k would lose precision.
-        self._top, order = top.topk(min(self._k, top.shape[1]), dim=1)
-        dropped = top.scatter(1, order, -torch.inf).logsumexp(1)
+        self._top_values, order = top_values.topk(min(self._k, top_values.shape[1]), dim=1)
+        dropped_log_sum = top_values.scatter(1, order, -torch.inf).logsumexp(1)
         self._ids = ids.gather(1, order)
-        self._rest = torch.logaddexp(self._rest, torch.logaddexp(rest, dropped))
+        self._rest_log_sum = torch.logaddexp(self._rest_log_sum, torch.logaddexp(rest_log_sum, dropped_log_sum))
 
     def scores(self) -> TokenScores:
         """Return the scores. Call this after all parts have been added."""
-        total = torch.logaddexp(self._rest, self._top.logsumexp(1)) if self._k else self._log_sum
-        return TokenScores(
-            self._of_label - self._log_sum, self._ids, self._top - total.unsqueeze(1), self._rest - total
-        )
+        total = torch.logaddexp(self._rest_log_sum, self._top_values.logsumexp(1)) if self._k else self._log_sum
+        label_log_probs, top_log_probs = self._label_logits - self._log_sum, self._top_values - total.unsqueeze(1)
+        return TokenScores(label_log_probs, self._ids, top_log_probs, self._rest_log_sum - total)
 
 
-def joined_scores(parts: Sequence[TokenScores]) -> TokenScores:
+def join_scores(parts: Sequence[TokenScores]) -> TokenScores:
     """Concatenate scores by rows, on the host."""
     return TokenScores(
         torch.cat([part.log_probs.cpu() for part in parts]),

@@ -29,12 +29,12 @@ def vocabulary_ranges(vocab_size: int, columns: int, boundaries: Sequence[int] =
         columns: Maximum number of columns per part.
         boundaries: Columns at which a part must begin, because a block of the weight begins there.
     """
-    found: list[tuple[int, int]] = []
-    for first, last in zip((0, *boundaries), (*boundaries, vocab_size), strict=True):
-        num_parts = -(-(last - first) // columns)
-        size = -(-(last - first) // num_parts)
-        found += [(start, min(start + size, last)) for start in range(first, last, size)]
-    return found
+    ranges: list[tuple[int, int]] = []
+    for begin, end in zip((0, *boundaries), (*boundaries, vocab_size), strict=True):
+        num_parts = -(-(end - begin) // columns)
+        size = -(-(end - begin) // num_parts)
+        ranges += [(start, min(start + size, end)) for start in range(begin, end, size)]
+    return ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,15 +56,15 @@ class PartWeight(AbsentWeight):
     _part: VocabularyPart | None
 
     @classmethod
-    def in_place_of(cls, absent: AbsentWeight) -> PartWeight:
-        """Return a placeholder with the shape, dtype and device of ``absent``."""
-        weight: Any = Tensor._make_subclass(cls, absent)
+    def from_placeholder(cls, placeholder: AbsentWeight) -> PartWeight:
+        """Return a placeholder with the shape, dtype and device of ``placeholder``."""
+        weight: Any = Tensor._make_subclass(cls, placeholder)
         weight._part = None
         assert isinstance(weight, PartWeight)
         return weight
 
     @contextmanager
-    def at(self, part: VocabularyPart) -> Iterator[None]:
+    def use_part(self, part: VocabularyPart) -> Iterator[None]:
         """Compute only the logits of a part of the vocabulary within the context."""
         self._part = part
         try:
@@ -77,15 +77,15 @@ class PartWeight(AbsentWeight):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is functional.linear:
-            return _linear_of_part(*args, **(kwargs or {}))
+            return _part_linear(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _linear_of_part(rows: Tensor, weight: PartWeight, bias: Tensor | None = None) -> Tensor:
+def _part_linear(rows: Tensor, weight: PartWeight, bias: Tensor | None = None) -> Tensor:
     part = weight._part
     assert part is not None, "no part of the vocabulary is bound"
-    own_bias = None if bias is None else bias[part.start : part.stop]
+    part_bias = None if bias is None else bias[part.start : part.stop]
     if not part.weight.requires_grad or not torch.is_grad_enabled():
-        return functional.linear(rows, part.weight, own_bias)
-    out = linear(rows, part.weight, own_bias)
-    return functional.linear(rows, part.weight, own_bias) if out is None else out
+        return functional.linear(rows, part.weight, part_bias)
+    out = linear(rows, part.weight, part_bias)
+    return functional.linear(rows, part.weight, part_bias) if out is None else out

@@ -36,12 +36,12 @@ class WeightAccess(Protocol):
         Planned traffic is an upper bound, because it also counts skipped weights.
         """
 
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle_visits: Collection[int]) -> None:
         """Announce which visits, starting with the current visit, will skip their weights in forward and backward.
 
         Args:
             visits: Visits of all routed parts of one layer.
-            idle: Visits that get no token.
+            idle_visits: Visits that get no token.
         """
 
 
@@ -57,8 +57,8 @@ class BlockAccess(WeightAccess, Protocol):
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         """Copy an activation into its block. The block keeps no reference to the caller's tensor."""
 
-    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Record that an activation is the same tensor as the one at ``place`` (visit, index), and shares its block."""
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, source: tuple[int, int]) -> None:
+        """Record that an activation is the same tensor as that of ``source`` (visit, index), and shares its block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation, bit-identical to the stored tensor. The visit that stored it reads it last."""
@@ -75,7 +75,7 @@ class MatrixParts(Protocol):
 
     Attributes:
         shape: [rows, columns] of the matrix.
-        passes: Whether a tick leases the parts one at a time, each part once. If False, all parts are leased at once.
+        is_passing: Whether a tick leases the parts one at a time, each part once. If False, it leases all at once.
     """
 
     @property
@@ -85,26 +85,26 @@ class MatrixParts(Protocol):
     def rows(self) -> Sequence[range]: ...
 
     @property
-    def passes(self) -> bool: ...
+    def is_passing(self) -> bool: ...
 
-    def part(self, number: int, /) -> AbstractContextManager[Tensor]:
-        """Lease the rows of part ``number``."""
+    def part(self, index: int, /) -> AbstractContextManager[Tensor]:
+        """Lease the rows of part ``index``."""
 
 
 class GradientSink(Protocol):
     """Gradient accumulators of one use site, in fp32."""
 
-    def at(self, micro_batch: int, /) -> None:
+    def set_micro_batch(self, micro_batch: int, /) -> None:
         """Set the micro-batch to which the next gradients belong, by its number in this process.
 
         Call this for the micro-batches in order. Each ``rows`` context starts again with the first micro-batch.
         """
 
-    def rows_of_parts(self, name: str, /) -> Sequence[range]:
+    def part_rows(self, name: str, /) -> Sequence[range]:
         """Return the row range of each part to fill within ``part``; empty if all rows are leased at once."""
         return ()
 
-    def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
+    def part(self, name: str, index: int, /) -> AbstractContextManager[None]:
         """Lease one part of a parameter's accumulator. Lease each part once. The head leases the parts in reverse."""
         raise AssertionError(f"{name} has no parts")
 
@@ -121,5 +121,5 @@ class GradientSink(Protocol):
         Together, the products of a pass must cover all rows of the gradient.
         """
 
-    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None, /) -> None:
-        """Add rows to the gradient's rows at ``indexes``, in order. Rows whose index is ``ignored`` are skipped."""
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, padding_idx: int | None = None, /) -> None:
+        """Add rows to the gradient's rows at ``indexes``, in order. Rows whose index is ``padding_idx`` are skipped."""

@@ -12,7 +12,7 @@ def weight_key(layout: str) -> str:
     return f"{layout}/weight"
 
 
-def layout_of_key(key: str) -> str:
+def key_layout(key: str) -> str:
     """Return the layout to which a key belongs. The key must not contain a part number."""
     return key.rpartition("/")[0]
 
@@ -21,8 +21,8 @@ def state_key(layout: str, state: str) -> str:
     return f"{layout}/{state}"
 
 
-def gradient_key(layout: str, use: int) -> str:
-    return f"{layout}/grad.{use}"
+def gradient_key(layout: str, use_site: int) -> str:
+    return f"{layout}/grad.{use_site}"
 
 
 def part_keys(key: str, num_parts: int) -> list[str]:
@@ -30,24 +30,24 @@ def part_keys(key: str, num_parts: int) -> list[str]:
     return [key] if num_parts == 1 else [f"{key}.{part}" for part in range(num_parts)]
 
 
-def stored_keys(key: str, stored: Container[str]) -> list[str]:
+def stored_keys(key: str, records: Container[str]) -> list[str]:
     """Return the stored keys of a block: ``key`` itself, or the keys of its parts in order, or no keys."""
-    if key in stored:
+    if key in records:
         return [key]
-    return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
+    return list(takewhile(records.__contains__, (f"{key}.{part}" for part in count())))
 
 
-def stored_parts(key: str, stored: Mapping[str, BlockRecord]) -> list[tuple[range, str]]:
+def stored_parts(key: str, records: Mapping[str, BlockRecord]) -> list[tuple[range, str]]:
     """Return the stored blocks of a weight or a state, each with its range of elements."""
-    found, start = [], 0
-    for each in stored_keys(key, stored):
-        stop = start + stored[each].shape[0]
-        found.append((range(start, stop), each))
+    parts, start = [], 0
+    for part_key in stored_keys(key, records):
+        stop = start + records[part_key].shape[0]
+        parts.append((range(start, stop), part_key))
         start = stop
-    return found
+    return parts
 
 
-def kind_of_key(key: str) -> str:
+def key_kind(key: str) -> str:
     """Return the kind of block that a key names, for example ``weight``, ``low``, ``m`` or ``grad``."""
     return key.rpartition("/")[2].partition(".")[0]
 

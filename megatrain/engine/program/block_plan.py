@@ -28,7 +28,7 @@ class BlockPlan:
     """Description of a block, which is a flat tensor with ``num_elements`` elements.
 
     Attributes:
-        part_of: Key shared by all parts of a tensor, if the block is a part; otherwise empty.
+        parent_key: Key shared by all parts of a tensor, if the block is a part; otherwise empty.
         in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints omit such blocks.
         in_place: Whether the model folder can be the home of the block, because uses can read the block there.
         num_packed: Number of elements after decoding, if the block holds packed bytes; otherwise 0.
@@ -38,15 +38,15 @@ class BlockPlan:
     kind: Kind
     num_elements: int
     dtype: torch.dtype
-    part_of: str = ""
+    parent_key: str = ""
     in_folder: bool = False
     in_place: bool = False
     num_packed: int = 0
 
     @property
-    def whole(self) -> str:
+    def tensor_key(self) -> str:
         """Key shared by all parts of the tensor, or the block's own key if the block is not a part."""
-        return self.part_of or self.key
+        return self.parent_key or self.key
 
     @property
     def nbytes(self) -> int:

@@ -12,14 +12,14 @@ import torch
 from megatrain.engine.program.block_keys import (
     activation_key,
     gradient_key,
-    kind_of_key,
+    key_kind,
     part_keys,
     state_key,
     weight_key,
 )
 from megatrain.engine.program.block_plan import BlockPlan, FrozenWeights, Kind, weight_block
 from megatrain.engine.program.step_program import Group, GroupUpdates, LayoutSplits, ModelPhase, StepProgram, Tick
-from megatrain.engine.program.visit_trace import VisitTrace, layouts_of_unit, uses_of_layouts
+from megatrain.engine.program.visit_trace import VisitTrace, layout_uses, unit_layouts
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import matrix_elements
 from megatrain.ranks.shards import Sharding
@@ -65,7 +65,7 @@ class ProgramBuilder:
         self._compute_tier, self._grad_dtype = compute_tier, grad_dtype
         state_kinds = () if optimizer is None else optimizer.state_kinds(graph.dtype.itemsize == 2)
         self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
-        self._uses = uses_of_layouts(graph, trace)
+        self._uses = layout_uses(graph, trace)
 
         # State that is not elementwise needs whole parameters, so its layout cannot be cut into parts.
         def is_elementwise(layout: UnitLayout) -> bool:
@@ -76,16 +76,16 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
-        self._updates = self._with_traffic(updates or GroupUpdates(), optimizer, is_elementwise)
+        self._updates = self._add_traffic(updates or GroupUpdates(), optimizer, is_elementwise)
         # Shard each part, so that a rank's blocks of weight, state and gradient hold the same elements.
         self._cut_weights = frozenset(
             name
             for name in self._parts
-            if not self._shards.is_local or all(self._accepts_parts(visit, name) for visit in self._uses[name])
+            if not self._shards.is_local or all(self._can_use_parts(visit, name) for visit in self._uses[name])
         )
         # While a device computes, the host updates the weights of the next forward visit. During the backward, it
         # updates the weights of the visit whose backward has just ended.
-        self._lead = int(compute_tier != "ram" and self._updates.overlaps_device)
+        self._lead_ticks = int(compute_tier != "ram" and self._updates.overlaps_device)
         self._passing: frozenset[tuple[int, str]] = frozenset()
 
     def build(self, *, passing_parts: bool = False) -> StepProgram:
@@ -99,7 +99,7 @@ class ProgramBuilder:
             (visit, layout)
             for layout in (self._parts if passing_parts else ())
             for visit in self._uses[layout]
-            if self._accepts_parts(visit, layout)
+            if self._can_use_parts(visit, layout)
         )
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
         return StepProgram(
@@ -112,18 +112,18 @@ class ProgramBuilder:
             encodings=self._frozen.encodings,
         )
 
-    def _with_traffic(
+    def _add_traffic(
         self, updates: GroupUpdates, optimizer: Optimizer | None, is_elementwise: Callable[[UnitLayout], bool]
     ) -> GroupUpdates:
         """Return ``updates`` with the number of matrix elements that each update sends to the device."""
-        trained = {
+        layouts = {
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
-        assert self._shards.is_local or all(map(is_elementwise, trained.values())), "shards suffice only elementwise"
+        assert self._shards.is_local or all(map(is_elementwise, layouts.values())), "shards suffice only elementwise"
         if not isinstance(optimizer, MatrixOptimizer) or self._compute_tier == "ram":
             return updates
-        sent = {index: matrix_elements(optimizer, layout) for index, layout in trained.items()}
-        return replace(updates, sent_elements=sent)
+        sent_elements = {index: matrix_elements(optimizer, layout) for index, layout in layouts.items()}
+        return replace(updates, sent_elements=sent_elements)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ProgramBuilder:
             in_folder = self._frozen.in_folder and not layout.trainable
             if layout.name in self._cut_weights:
                 key = weight_key(layout.name)
-                yield from self._blocks_of(layout, key, "weights", layout.num_elements, self._graph.dtype)
+                yield from self._part_blocks(layout, key, "weights", layout.num_elements, self._graph.dtype)
             else:
                 yield weight_block(
                     layout,
@@ -146,14 +146,14 @@ class ProgramBuilder:
                 continue
             for kind in self._state_kinds:
                 key = state_key(layout.name, kind.name)
-                length = layout.num_elements if kind.elements_of is None else kind.num_elements(layout)
-                for block in self._blocks_of(layout, key, "optimizer", length, kind.dtype):
+                num_elements = layout.num_elements if kind.elements_of is None else kind.num_elements(layout)
+                for block in self._part_blocks(layout, key, "optimizer", num_elements, kind.dtype):
                     yield replace(block, num_elements=kind.elements_for(block.num_elements))
-            for use in range(len(self._uses[layout.name])):
-                key = gradient_key(layout.name, use)
-                yield from self._blocks_of(layout, key, "gradients", layout.num_elements, self._grad_dtype)
+            for use_site in range(len(self._uses[layout.name])):
+                key = gradient_key(layout.name, use_site)
+                yield from self._part_blocks(layout, key, "gradients", layout.num_elements, self._grad_dtype)
 
-    def _blocks_of(
+    def _part_blocks(
         self, layout: UnitLayout, key: str, kind: Kind, num_elements: int, dtype: torch.dtype
     ) -> Iterator[BlockPlan]:
         parts = self._parts.get(layout.name) or (range(num_elements),)
@@ -164,89 +164,92 @@ class ProgramBuilder:
     def _part_keys(self, key: str, layout: str) -> list[str]:
         return part_keys(key, len(self._parts.get(layout, ())) or 1)
 
+    def _gradient_keys(self, layout: str, use_site: int) -> list[str]:
+        return self._part_keys(gradient_key(layout, use_site), layout)
+
     def _activation_blocks(self) -> Iterator[BlockPlan]:
-        for visit, traced in enumerate(self._trace.visits):
+        for visit, visit_trace in enumerate(self._trace.visits):
             for micro_batch in range(self._num_micro_batches):
-                for index, (shape, dtype) in enumerate(traced.saved):
-                    if index in traced.reused:
+                for index, (shape, dtype) in enumerate(visit_trace.saved_inputs):
+                    if index in visit_trace.aliases:
                         continue
-                    key = activation_key(visit, self._slot_of(micro_batch), index)
+                    key = activation_key(visit, self._slot_index(micro_batch), index)
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
     def _is_trained(self, layout: UnitLayout) -> bool:
         """Return whether a layout is trainable and used by a visit. Only such layouts have gradients and state."""
         return layout.trainable and bool(self._uses[layout.name])
 
-    def _slot_of(self, micro_batch: int) -> int:
+    def _slot_index(self, micro_batch: int) -> int:
         """Return which set of activation blocks a micro-batch uses; 0 if micro-batches run one at a time."""
         return micro_batch if self._order == "layer" else 0
 
     # -- ticks -------------------------------------------------------------------------------------------------
 
     def _ticks(self) -> Iterator[Tick]:
-        everything = list(range(self._num_micro_batches))
-        groups = [everything] if self._order == "layer" else [[micro_batch] for micro_batch in everything]
-        for number, group in enumerate(groups):
-            is_first, is_last = number == 0, number == len(groups) - 1
+        micro_batches = list(range(self._num_micro_batches))
+        groups = [micro_batches] if self._order == "layer" else [[micro_batch] for micro_batch in micro_batches]
+        for index, group in enumerate(groups):
+            is_first, is_last = index == 0, index == len(groups) - 1
             ticks: Iterable[Tick] = self._pass_ticks(group, is_first=is_first, is_last=is_last)
             if not self._shards.is_local:
-                ticks = self._with_collectives(list(ticks))
+                ticks = self._add_collectives(list(ticks))
             if is_first and self._updates.are_deferred:
-                ticks = self._with_deferred_updates(list(ticks))
+                ticks = self._insert_deferred_updates(list(ticks))
             if is_last and not self._updates.are_deferred:
-                ticks = self._with_updates(ticks)
+                ticks = self._insert_updates(ticks)
             yield from ticks
 
-    def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
+    def _add_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
         """Add gather and exchange ticks, which take over the held blocks of the given ticks.
 
         The given ticks keep their passing blocks: activations, and parts that they gather and exchange themselves.
         """
-        weights = [_blocks_of_kind("weight", tick.held) for tick in ticks]
-        for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
+        weights = [_filter_kind("weight", tick.held) for tick in ticks]
+        for gathers, tick in zip(preceding_gathers(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
             yield from gathers
-            passing = tuple(group for group in tick.passing if not _is_added_to_held(group))
-            yield replace(tick, held=(), passing=passing, spent=self._spent_keys(passing) & tick.spent)
-            if gradients := _blocks_of_kind("grad", tick.held):
-                summed = tuple(self._exchange_groups(gradients))
-                yield Tick("exchange", tick.visit, (), summed, self._spent_keys(summed), _model_phase(tick))
+            groups = tuple(group for group in tick.passing if not _is_added_to_held(group))
+            yield replace(tick, held=(), passing=groups, spent=self._spent_keys(groups) & tick.spent)
+            if gradients := _filter_kind("grad", tick.held):
+                sums = tuple(self._exchange_groups(gradients))
+                yield Tick("exchange", tick.visit, (), sums, self._spent_keys(sums), _model_phase(tick))
 
     def _exchange_groups(self, gradients: Group) -> Iterator[Group]:
         """Yield one group per accumulator. The first use site's groups also list other sites' accumulators to add."""
-        others: dict[str, Group] = {}
+        sums: dict[str, Group] = {}
         for name, uses in self._uses.items():
-            keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
-            others.update((own, tuple((key, "r") for key in rest)) for own, *rest in zip(*keys, strict=True))
+            keys = [self._gradient_keys(name, use_site) for use_site in range(len(uses))]
+            sums.update((target, tuple((key, "r") for key in addends)) for target, *addends in zip(*keys, strict=True))
         for key, mode in gradients:
-            yield ((key, mode), *others.get(key, ()))
+            yield ((key, mode), *sums.get(key, ()))
 
-    def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
+    def _insert_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
         """Insert each update into the ticks of the last pass, after the tick that completes its gradient."""
-        waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
+        pending: deque[list[Tick]] = deque([] for _ in range(self._lead_ticks))
         for tick in ticks:
             yield tick
-            filled = {key for key, mode in tick.uses if mode != "r"}
+            written_keys = {key for key, mode in tick.uses if mode != "r"}
             # The backward reaches the first use site of a shared layout last, and adds the other gradients there.
             updates = [
                 self._update_tick(index, layout)
                 for index, layout in enumerate(self._graph.layouts.values())
-                if self._is_trained(layout) and self._part_keys(gradient_key(layout.name, 0), layout.name)[0] in filled
+                if self._is_trained(layout) and self._gradient_keys(layout.name, 0)[0] in written_keys
             ]
-            waiting.append(updates)
-            yield from waiting.popleft()
-        for updates in waiting:
+            pending.append(updates)
+            yield from pending.popleft()
+        for updates in pending:
             yield from updates
 
-    def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Insert deferred updates into the ticks of the first pass, ``_lead`` ticks before a weight's first use."""
+    def _insert_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
+        """Insert deferred updates into the ticks of the first pass, ``_lead_ticks`` before a weight's first use."""
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
                 weight = self._weight_keys(layout.name)[0]
-                first = next(n for n, tick in enumerate(ticks) if weight in dict(tick.uses))
-                updates.setdefault(max(0, first - self._lead), []).append(self._update_tick(index, layout))
-        for number, tick in enumerate(ticks):
-            yield from updates.get(number, ())
+                first_use = next(i for i, tick in enumerate(ticks) if weight in dict(tick.uses))
+                updates.setdefault(max(0, first_use - self._lead_ticks), []).append(self._update_tick(index, layout))
+        for position, tick in enumerate(ticks):
+            yield from updates.get(position, ())
             yield tick
 
     def _pass_ticks(self, group: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[Tick]:
@@ -254,69 +257,69 @@ class ProgramBuilder:
         trunk = [visit for visit in range(len(self._trace.visits)) if not self._trace.visits[visit].is_head]
         head = [visit for visit in range(len(self._trace.visits)) if self._trace.visits[visit].is_head]
         for visit in trunk:
-            passing = (*self._passing_weights(visit), *self._activations(visit, group, "w"))
-            yield Tick("forward", visit, self._held_weights(visit), passing)
+            groups = (*self._passing_weights(visit), *self._activations(visit, group, "w"))
+            yield Tick("forward", visit, self._held_weights(visit), groups)
         if head:
-            held = [item for visit in head for item in self._held_weights(visit)]
+            held_blocks = [item for visit in head for item in self._held_weights(visit)]
             weights = [item for visit in head for item in self._passing_weights(visit)]
             if weights:  # two passes over the parts, for the loss and for the gradients
-                yield Tick("head", head[0], tuple(dict(held).items()), tuple(weights))
-            held += [item for visit in head for item in self._held_gradients(visit, is_first=is_first)]
-            summed = self._passing_gradients(head, is_first=is_first, is_last=is_last)
-            spent = self._spent_keys(summed)
+                yield Tick("head", head[0], tuple(dict(held_blocks).items()), tuple(weights))
+            held_blocks += [item for visit in head for item in self._held_gradients(visit, is_first=is_first)]
+            sums = self._passing_gradients(head, is_first=is_first, is_last=is_last)
+            spent_keys = self._spent_keys(sums)
             if weights:
-                summed = tuple((*weight, *group) for weight, group in zip(reversed(weights), summed, strict=True))
-            yield Tick("head", head[0], tuple(dict(held).items()), summed, spent)
+                sums = tuple((*weight, *group) for weight, group in zip(reversed(weights), sums, strict=True))
+            yield Tick("head", head[0], tuple(dict(held_blocks).items()), sums, spent_keys)
         for visit in reversed(trunk):
             activations = self._activations(visit, group, "r")
             has_backward = self._trace.visits[visit].has_backward
             weights = list(self._passing_weights(visit)) if has_backward else []
-            summed = self._passing_gradients([visit], is_first=is_first, is_last=is_last)
+            sums = self._passing_gradients([visit], is_first=is_first, is_last=is_last)
             yield Tick(
                 "backward",
                 visit,
                 (self._held_weights(visit) if has_backward else ()) + self._held_gradients(visit, is_first=is_first),
-                (*weights, *activations, *summed),
-                self._spent_keys((*activations, *summed)) - self._reused(visit, group),
+                (*weights, *activations, *sums),
+                self._spent_keys((*activations, *sums)) - self._shared_keys(visit, group),
             )
 
     @staticmethod
-    def _spent_keys(passing: Iterable[Group]) -> frozenset[str]:
+    def _spent_keys(groups: Iterable[Group]) -> frozenset[str]:
         """Return the keys of activations and added gradients, which are not needed after they are read."""
-        return frozenset(key for group in passing for key, mode in group if mode == "r")
+        return frozenset(key for group in groups for key, mode in group if mode == "r")
 
     def _update_tick(self, index: int, layout: UnitLayout) -> Tick:
         weights: Group = tuple((key, "rw") for key in self._weight_keys(layout.name))
-        gradients = self._part_keys(gradient_key(layout.name, 0), layout.name)
+        gradients = self._gradient_keys(layout.name, 0)
         states = [self._part_keys(state_key(layout.name, kind.name), layout.name) for kind in self._state_kinds]
         groups: list[Group] = [
             (*((key, "rw") for key in keys), (gradient, "r"))
             for gradient, *keys in zip(gradients, *states, strict=True)
         ]
-        spent = frozenset(gradients)
+        spent_keys = frozenset(gradients)
         if len(groups) == 1:
-            return Tick("update", index, (*weights, *groups[0]), spent=spent)
+            return Tick("update", index, (*weights, *groups[0]), spent=spent_keys)
         if layout.name in self._cut_weights:
             groups = [(weight, *group) for weight, group in zip(weights, groups, strict=True)]
-            return Tick("update", index, (), tuple(groups), spent)
-        return Tick("update", index, weights, tuple(groups), spent)
+            return Tick("update", index, (), tuple(groups), spent_keys)
+        return Tick("update", index, weights, tuple(groups), spent_keys)
 
     def _held_weights(self, visit: int) -> Group:
         """Return the weights that a visit leases for its whole tick."""
         return tuple(
             (key, "r")
-            for name in self._layouts_of(visit)
-            if not self._passes_weight(visit, name)
+            for name in self._visit_layouts(visit)
+            if not self._is_passing_weight(visit, name)
             for key in self._weight_keys(name)
         )
 
     def _passing_weights(self, visit: int) -> tuple[Group, ...]:
         """Return the parts of weights that a visit leases one at a time."""
-        names = [name for name in self._layouts_of(visit) if self._passes_weight(visit, name)]
+        names = [name for name in self._visit_layouts(visit) if self._is_passing_weight(visit, name)]
         return tuple(((key, "r"),) for name in names for key in self._weight_keys(name))
 
-    def _passes_weight(self, visit: int, layout: str) -> bool:
-        return layout in self._cut_weights and self._leases_by_part(visit, layout)
+    def _is_passing_weight(self, visit: int, layout: str) -> bool:
+        return layout in self._cut_weights and self._is_passing(visit, layout)
 
     def _weight_keys(self, layout: str) -> list[str]:
         key = weight_key(layout)
@@ -326,9 +329,9 @@ class ProgramBuilder:
         """Return the accumulators that a visit leases for its whole tick."""
         return tuple(
             (key, "w" if is_first else "rw")
-            for name in self._trained_layouts_of(visit)
-            if not self._leases_by_part(visit, name)
-            for key in self._part_keys(gradient_key(name, self._uses[name].index(visit)), name)
+            for name in self._trained_layouts(visit)
+            if not self._is_passing(visit, name)
+            for key in self._gradient_keys(name, self._uses[name].index(visit))
         )
 
     def _passing_gradients(self, visits: Sequence[int], *, is_first: bool, is_last: bool) -> tuple[Group, ...]:
@@ -338,86 +341,87 @@ class ProgramBuilder:
         """
         groups: list[Group] = []
         for visit in visits:
-            for name in self._trained_layouts_of(visit):
+            for name in self._trained_layouts(visit):
                 uses = self._uses[name]
-                others = range(1, len(uses)) if is_last and uses[0] == visit else ()
-                of_parts = zip(*(self._part_keys(gradient_key(name, use), name) for use in others), strict=True)
-                summed: list[Group] = [tuple((key, "r") for key in keys) for keys in of_parts]
-                if self._leases_by_part(visit, name):
-                    own = self._part_keys(gradient_key(name, uses.index(visit)), name)
-                    summed = [
+                other_uses = range(1, len(uses)) if is_last and uses[0] == visit else ()
+                keys_by_part = zip(*(self._gradient_keys(name, use_site) for use_site in other_uses), strict=True)
+                sums: list[Group] = [tuple((key, "r") for key in keys) for keys in keys_by_part]
+                if self._is_passing(visit, name):
+                    site_keys = self._gradient_keys(name, uses.index(visit))
+                    sums = [
                         ((key, "w" if is_first else "rw"), *group)
-                        for key, group in zip(own, summed or [()] * len(own), strict=True)
+                        for key, group in zip(site_keys, sums or [()] * len(site_keys), strict=True)
                     ]
                     if self._trace.visits[visit].is_head:  # its second pass runs in reverse
-                        summed.reverse()
-                groups += summed
+                        sums.reverse()
+                groups += sums
         return tuple(groups)
 
-    def _leases_by_part(self, visit: int, layout: str) -> bool:
+    def _is_passing(self, visit: int, layout: str) -> bool:
         """Return whether a visit leases the parts of a layout one at a time."""
         return (visit, layout) in self._passing
 
-    def _accepts_parts(self, visit: int, layout: str) -> bool:
+    def _can_use_parts(self, visit: int, layout: str) -> bool:
         if layout not in self._parts or not self._graph.layouts[layout].first_rows:
             return False
-        return self._graph.layouts[layout].entries[0].name in self._trace.visits[visit].by_part
+        return self._graph.layouts[layout].entries[0].name in self._trace.visits[visit].partwise_params
 
-    def _trained_layouts_of(self, visit: int) -> list[str]:
-        return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
+    def _trained_layouts(self, visit: int) -> list[str]:
+        return [name for name in self._visit_layouts(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
         """Return the activations that a visit writes or reads. Reused tensors are stored in blocks of earlier visits.
 
         The forward leases each activation separately. A recompute leases all activations of its micro-batch together.
         """
-        traced = self._trace.visits[visit]
-        places = [
-            traced.reused.get(index, (visit, index))
-            for index in range(len(traced.saved))
-            if mode == "r" or index not in traced.reused
+        inputs, aliases = self._trace.visits[visit].saved_inputs, self._trace.visits[visit].aliases
+        sources = [
+            aliases.get(index, (visit, index)) for index in range(len(inputs)) if mode == "r" or index not in aliases
         ]
-        keys = [[activation_key(at, self._slot_of(m), index) for at, index in places] for m in group if places]
+        keys = [
+            [activation_key(owner, self._slot_index(m), index) for owner, index in sources] for m in group if sources
+        ]
         if mode == "r":
-            return tuple(tuple((key, mode) for key in own) for own in keys)
-        return tuple(((key, mode),) for own in keys for key in own)
+            return tuple(tuple((key, mode) for key in group_keys) for group_keys in keys)
+        return tuple(((key, mode),) for group_keys in keys for key in group_keys)
 
-    def _reused(self, visit: int, group: Sequence[int]) -> frozenset[str]:
+    def _shared_keys(self, visit: int, group: Sequence[int]) -> frozenset[str]:
         """Return the activations that earlier visits still need in their backward after this visit has read them."""
-        places = self._trace.visits[visit].reused.values()
-        return frozenset(activation_key(at, self._slot_of(m), index) for m in group for at, index in places)
+        sources = self._trace.visits[visit].aliases.values()
+        return frozenset(activation_key(owner, self._slot_index(m), index) for m in group for owner, index in sources)
 
-    def _layouts_of(self, visit: int) -> tuple[str, ...]:
-        return layouts_of_unit(self._graph, self._trace.visits[visit].unit)
+    def _visit_layouts(self, visit: int) -> tuple[str, ...]:
+        return unit_layouts(self._graph, self._trace.visits[visit].unit)
 
 
-def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
+def preceding_gathers(ticks: Sequence[Tick], weights: Sequence[Group], num_ahead: int) -> Iterator[list[Tick]]:
     """For each tick of a pass, yield a list of the gather ticks that run before it.
 
     Args:
         ticks: Forward, head and backward ticks in order.
-        ahead: Number of ticks by which gathers run early; 0 to gather a weight just before the tick that needs it.
+        num_ahead: Number of ticks by which gathers run early; 0 to gather a weight just before the tick that needs it.
     """
-    waiting = deque(
-        Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)
+    pending = deque(
+        Tick("gather", tick.visit, group, served_phase=_model_phase(tick))
+        for tick, group in zip(ticks, weights, strict=True)
     )
-    for number in range(len(ticks)):
-        due: list[Tick] = []
-        while waiting and len(ticks) - len(waiting) <= number + ahead:
-            gather = waiting.popleft()
+    for index in range(len(ticks)):
+        gathers: list[Tick] = []
+        while pending and len(ticks) - len(pending) <= index + num_ahead:
+            gather = pending.popleft()
             if gather.held:
-                due.append(gather)
-        yield due
+                gathers.append(gather)
+        yield gathers
 
 
-def _blocks_of_kind(kind: str, group: Group) -> Group:
+def _filter_kind(kind: str, group: Group) -> Group:
     """Return the group's blocks of one kind, ``weight`` or ``grad``."""
-    return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
+    return tuple((key, mode) for key, mode in group if key_kind(key) == kind)
 
 
 def _is_added_to_held(group: Group) -> bool:
     """Return whether a group contains other use sites' gradients, which are added to a held gradient."""
-    gradients = _blocks_of_kind("grad", group)
+    gradients = _filter_kind("grad", group)
     return bool(gradients) and all(mode == "r" for _, mode in gradients)
 
 

@@ -12,21 +12,19 @@ from megatrain.engine.program.step_program import Group, StepProgram, Tick
 from megatrain.engine.program.visit_trace import VisitTrace
 
 
-def activations_of(program: StepProgram) -> dict[int, set[str]]:
+def activation_keys(program: StepProgram) -> dict[int, set[str]]:
     """Return the keys of activation blocks, by visit, for all visits before the head."""
     keys: dict[int, set[str]] = {}
     for tick in program.ticks:
         if tick.phase == "forward":
-            keys_of_tick = {
-                key for group in tick.passing for key, _ in group if program.blocks[key].kind == "activations"
-            }
-            keys.setdefault(tick.visit, set()).update(keys_of_tick)
+            tick_keys = {key for group in tick.passing for key, _ in group if program.blocks[key].kind == "activations"}
+            keys.setdefault(tick.visit, set()).update(tick_keys)
     return keys
 
 
-def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
+def keep_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
     """Return a copy of the program in which these visits keep their graphs and use no activation blocks."""
-    dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
+    dropped_keys = {key for visit, keys in activation_keys(program).items() if visit in visits for key in keys}
 
     def is_input(group: Group) -> bool:
         return any(program.blocks[key].kind == "activations" for key, _ in group)
@@ -35,25 +33,25 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
         replace(
             tick,
             passing=tuple(group for group in tick.passing if not is_input(group)),
-            spent=tick.spent - dropped,
+            spent=tick.spent - dropped_keys,
         )
         if tick.phase in ("forward", "backward") and tick.visit in visits
         else tick
         for tick in program.ticks
     )
-    blocks = {key: block for key, block in program.blocks.items() if key not in dropped}
+    blocks = {key: block for key, block in program.blocks.items() if key not in dropped_keys}
     assert all(key in blocks for tick in ticks for key, _ in tick.uses), "a later visit recomputes from such an input"
-    before = program.recompute
+    choice = program.recompute
     recompute = replace(
-        before,
-        kept_graphs=before.kept_graphs | visits,
-        saved_attention=before.saved_attention - visits,
-        saved_results=before.saved_results - visits,
+        choice,
+        kept_graphs=choice.kept_graphs | visits,
+        saved_attention=choice.saved_attention - visits,
+        saved_results=choice.saved_results - visits,
     )
     return replace(program, blocks=blocks, ticks=ticks, recompute=recompute)
 
 
-def saving_results(
+def save_results(
     program: StepProgram, trace: VisitTrace, visits: frozenset[int], *, with_products: bool = False
 ) -> StepProgram:
     """Return a copy of the program in which these visits save results, in one uint8 block per micro-batch.
@@ -63,23 +61,23 @@ def saving_results(
         with_products: Whether to save matmul results in addition to attention results.
     """
     blocks, ticks = dict(program.blocks), list(program.ticks)
-    for number, tick in enumerate(ticks):
+    for index, tick in enumerate(ticks):
         if tick.phase in ("forward", "backward") and tick.visit in visits:
-            traced = trace.visits[tick.visit]
-            ticks[number] = _saving_results(tick, program, len(traced.saved) - len(traced.reused))
-            nbytes = (traced.results if with_products else traced.attention).nbytes
+            visit_trace = trace.visits[tick.visit]
+            ticks[index] = _add_results_block(tick, program, len(visit_trace.saved_inputs) - len(visit_trace.aliases))
+            nbytes = (visit_trace.results if with_products else visit_trace.attention).nbytes
             # Add blocks in the order of the tick, because the order of blocks decides ties between homes.
-            for key in [key for key in dict(ticks[number].uses) if key not in blocks]:
+            for key in [key for key in dict(ticks[index].uses) if key not in blocks]:
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
-    before = program.recompute
+    choice = program.recompute
     if with_products:
-        recompute = replace(before, saved_results=before.saved_results | visits)
+        recompute = replace(choice, saved_results=choice.saved_results | visits)
     else:
-        recompute = replace(before, saved_attention=before.saved_attention | visits)
+        recompute = replace(choice, saved_attention=choice.saved_attention | visits)
     return replace(program, blocks=blocks, ticks=tuple(ticks), recompute=recompute)
 
 
-def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
+def _add_results_block(tick: Tick, program: StepProgram, num_written: int) -> Tick:
     """Return a copy of a visit's tick in which each micro-batch also leases its results block, after its inputs.
 
     Args:
@@ -95,6 +93,6 @@ def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
             groups += [*inputs, ((key, "w"),)]
         else:  # the recompute needs inputs and results at the same time
             groups.append((*(use for group in inputs for use in group), (key, "r")))
-    others = tick.passing[len(slots) * num_groups :]
-    spent = {results_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
-    return replace(tick, passing=(*groups, *others), spent=tick.spent | spent)
+    other_groups = tick.passing[len(slots) * num_groups :]
+    spent_keys = {results_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
+    return replace(tick, passing=(*groups, *other_groups), spent=tick.spent | spent_keys)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.engine.device.work import NO_WORK, NOT_SAVABLE, NOTHING_UNNEEDED, SavableResults, SkippedProducts, Work
+from megatrain.engine.device.work import NO_PRODUCTS, NO_WORK, NOT_SAVABLE, SavableResults, SkippedProducts, Work
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
@@ -20,7 +20,7 @@ class VisitMemory:
 
     Attributes:
         held_nbytes: Bytes in use when the visit starts: hidden states, masks and tables, but no weights or gradients.
-        stays_nbytes: Portion of `held_nbytes` that stays in use until the backward: masks, tables, ids, and tensors
+        retained_nbytes: Portion of `held_nbytes` that stays in use until the backward: masks, tables, ids, and tensors
             that autograd saves between visits. In layer order each micro-batch holds this portion once. It holds the
             rest of `held_nbytes` twice, for the current visit and for the next visit.
         forward_nbytes: Peak memory beyond `held_nbytes` between the start of this visit and the next visit.
@@ -30,7 +30,7 @@ class VisitMemory:
     """
 
     held_nbytes: int
-    stays_nbytes: int
+    retained_nbytes: int
     forward_nbytes: int
     backward_nbytes: int
     graph_nbytes: int
@@ -44,12 +44,12 @@ class TracedVisit:
         is_head: Whether the unit runs in the head phase, one piece at a time.
         has_backward: Whether the unit has a backward. It has none if the loss does not depend on its output, or if no
             parameter up to its output is trained. The backward still announces the visit, but leases no weights for it.
-        saved: `(shape, dtype)` of every activation that is kept in a block until the backward.
-        reused: Maps an input's index to the (visit, index) of an earlier activation that is the same tensor. Both use
-            one block.
+        saved_inputs: `(shape, dtype)` of every activation that is kept in a block until the backward.
+        aliases: Maps an input's index to the (visit, index) of an earlier activation that is the same tensor. Both
+            use one block.
         no_token_probability: Probability that one token is not routed to the visit's experts, assuming uniform routing.
         backward: Work that recompute and backward execute; `NO_WORK` for visits of the head.
-        by_part: Names of parameters that the visit can process one part at a time, both weight and gradient.
+        partwise_params: Names of parameters that the visit can process one part at a time, both weight and gradient.
         attention: Attention results that can be saved for the recompute.
         results: Attention results and matmul results that can be saved for the recompute.
     """
@@ -57,16 +57,16 @@ class TracedVisit:
     unit: int
     is_head: bool
     has_backward: bool
-    saved: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    saved_inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     memory: VisitMemory
     forward: Work = NO_WORK
     backward: Work = NO_WORK
-    by_part: frozenset[str] = frozenset()
+    partwise_params: frozenset[str] = frozenset()
     attention: SavableResults = NOT_SAVABLE
     results: SavableResults = NOT_SAVABLE
-    reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    aliases: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     no_token_probability: float = 0.0
-    unneeded: SkippedProducts = NOTHING_UNNEEDED
+    unneeded_products: SkippedProducts = NO_PRODUCTS
 
     @property
     def is_recomputed(self) -> bool:
@@ -76,7 +76,7 @@ class TracedVisit:
     @property
     def recompute(self) -> Work:
         """Work of the recompute, or `NO_WORK` if there is no recompute. `backward` includes this work."""
-        return self.forward - self.unneeded.work if self.is_recomputed else NO_WORK
+        return self.forward - self.unneeded_products.work if self.is_recomputed else NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class VisitTrace:
         head_part_nbytes: Size of the graph that the head keeps for one vocabulary part. ``head_nbytes`` includes the
             graph of one part.
         guesses: One sentence for each value that the trace guessed. If there are guesses, the counts are estimates.
-        uncounted: Operators without a FLOP formula, with reasons. Byte counts do not depend on FLOP formulas.
+        uncounted_ops: Operators without a FLOP formula, with reasons. Byte counts do not depend on FLOP formulas.
         head: Work of the head's forward and backward if every token has a label and each logit is computed once.
         logits_flops: FLOPs needed to compute all logits once. The second pass recomputes the logits that were not kept.
         dense_masks: Reasons why the model builds [S, S] masks. Their memory grows with the square of the row length.
@@ -101,7 +101,7 @@ class VisitTrace:
     head_nbytes: int
     head_rows: int
     guesses: tuple[str, ...] = ()
-    uncounted: tuple[str, ...] = ()
+    uncounted_ops: tuple[str, ...] = ()
     head: Work = NO_WORK
     num_tokens: int = 0
     dense_masks: tuple[str, ...] = ()
@@ -134,18 +134,18 @@ class Recompute:
     saved_results: frozenset[int] = frozenset()
     kept_parts: int = 1
 
-    def savable(self, number: int, visit: TracedVisit) -> SavableResults:
-        """Return the results that visit ``number`` saves for its recompute."""
-        if number in self.saved_results:
+    def savable_results(self, index: int, visit: TracedVisit) -> SavableResults:
+        """Return the results that visit ``index`` saves for its recompute."""
+        if index in self.saved_results:
             return visit.results
-        return visit.attention if number in self.saved_attention else NOT_SAVABLE
+        return visit.attention if index in self.saved_attention else NOT_SAVABLE
 
-    def keeps_graph(self, visit: int) -> bool:
+    def is_graph_kept(self, visit: int) -> bool:
         """Return whether a visit's graph is kept for the backward."""
         return visit in self.kept_graphs
 
     @property
-    def saving(self) -> frozenset[int]:
+    def saving_visits(self) -> frozenset[int]:
         """Visits that save results in blocks."""
         return self.saved_attention | self.saved_results
 
@@ -154,15 +154,15 @@ class Recompute:
 KEEP_NOTHING = Recompute()
 
 
-def layouts_of_unit(graph: ModelGraph, unit: int) -> tuple[str, ...]:
+def unit_layouts(graph: ModelGraph, unit: int) -> tuple[str, ...]:
     """Return the names of the layouts that a unit uses, in order and without duplicates."""
     return tuple(dict.fromkeys(layout for _, _, layout in graph.units[unit].params))
 
 
-def uses_of_layouts(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]]:
+def layout_uses(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]]:
     """Return the visits that use each layout, in forward order. These visits are the layout's use sites."""
     uses: dict[str, list[int]] = {name: [] for name in graph.layouts}
-    for visit, traced in enumerate(trace.visits):
-        for name in layouts_of_unit(graph, traced.unit):
+    for visit, visit_trace in enumerate(trace.visits):
+        for name in unit_layouts(graph, visit_trace.unit):
             uses[name].append(visit)
     return uses

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.engine.program.encoding import decoding_bytes
-from megatrain.engine.program.visit_trace import layouts_of_unit
+from megatrain.engine.program.visit_trace import unit_layouts
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Transient:
 
     name: str
     nbytes: int
-    first: StepPoint
-    last: StepPoint
+    start: StepPoint
+    end: StepPoint
 
     @classmethod
     def for_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
@@ -52,22 +52,22 @@ class Transient:
 def peak_bytes(transients: Iterable[Transient]) -> int:
     """Return the largest sum of simultaneous transients, in bytes."""
     changes: list[tuple[StepPoint, bool, int]] = []
-    for each in transients:
-        changes += [(each.first, False, each.nbytes), (each.last, True, -each.nbytes)]
-    live = most = 0
+    for transient in transients:
+        changes += [(transient.start, False, transient.nbytes), (transient.end, True, -transient.nbytes)]
+    live = peak = 0
     for _, _, change in sorted(changes):  # at equal points, allocations come before frees
         live += change
-        most = max(most, live)
-    return most
+        peak = max(peak, live)
+    return peak
 
 
 def step_workspace_bytes(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> int:
     """Return the peak workspace of the compute tier during a step in bytes, without kept graphs."""
-    in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
+    visit_peak = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
     # Add both peaks. Collectives can have a separate stream, so neither can reuse memory that the other has freed.
-    return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
+    return round_up(visit_peak, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
 def visit_transients(
@@ -79,17 +79,17 @@ def visit_transients(
     micro-batch computes at a time. Weights are decoded into one buffer, which lives during the whole step.
     """
     step = (0, 0), (len(program.ticks), 0)
-    moves = max((visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits), default=0)
-    stays = max((visit.memory.stays_nbytes for visit in trace.visits), default=0)
-    yield Transient("streams", num_micro_batches * (stays + 2 * moves), *step)
-    decoding = decoding_bytes(program.encodings.values(), device)
-    yield Transient("decoded weights", decoded_bytes(graph, trace, program) + decoding, *step)
-    for number, tick in enumerate(program.ticks):
+    moved_nbytes = max((visit.memory.held_nbytes - visit.memory.retained_nbytes for visit in trace.visits), default=0)
+    retained_nbytes = max((visit.memory.retained_nbytes for visit in trace.visits), default=0)
+    yield Transient("streams", num_micro_batches * (retained_nbytes + 2 * moved_nbytes), *step)
+    scratch_nbytes = decoding_bytes(program.encodings.values(), device)
+    yield Transient("decoded weights", decoded_bytes(graph, trace, program) + scratch_nbytes, *step)
+    for index, tick in enumerate(program.ticks):
         nbytes = _computing_bytes(trace, program, tick)
         if nbytes:
-            yield Transient.for_tick("computing", nbytes, number)
+            yield Transient.for_tick("computing", nbytes, index)
         if program.sharding.shards.is_local and tick.phase in ("head", "backward"):
-            yield from _sum_transients(program, number)
+            yield from _sum_transients(program, index)
     yield from waiting_rows(graph, trace, program, num_micro_batches)
 
 
@@ -101,16 +101,15 @@ def kept_graphs(
     Args:
         program: Program of a step. It need not keep these graphs yet.
     """
-    ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
+    ticks = {(tick.phase, tick.visit): index for index, tick in enumerate(program.ticks)}
     for visit in visits:
-        first, last = ticks["forward", visit], ticks["backward", visit]
-        nbytes = num_micro_batches * trace.visits[visit].memory.graph_nbytes
-        for number in (first, last):
-            counted = min(
-                trace.visits[visit].memory.graph_nbytes, _computing_bytes(trace, program, program.ticks[number])
-            )
-            yield Transient.for_tick("kept graph", nbytes - counted, number)
-        yield Transient("kept graph", nbytes, (first + 1, 0), (last - 1, _END))
+        forward_index, backward_index = ticks["forward", visit], ticks["backward", visit]
+        graph_nbytes = trace.visits[visit].memory.graph_nbytes
+        nbytes = num_micro_batches * graph_nbytes
+        for index in (forward_index, backward_index):
+            counted_nbytes = min(graph_nbytes, _computing_bytes(trace, program, program.ticks[index]))
+            yield Transient.for_tick("kept graph", nbytes - counted_nbytes, index)
+        yield Transient("kept graph", nbytes, (forward_index + 1, 0), (backward_index - 1, _END))
 
 
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
@@ -118,19 +117,19 @@ def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
 
     Ticks that keep a graph, and ticks that lease parts one at a time, get the maximum over all other ticks.
     """
-    passing = {visit for visit, _ in program.cuts.passing}
-    found: list[int | None] = []
-    for number, tick in enumerate(program.ticks):
+    passing_visits = {visit for visit, _ in program.cuts.passing}
+    tick_bytes: list[int | None] = []
+    for index, tick in enumerate(program.ticks):
         keeps_graph = tick.phase == "forward" and tick.visit in program.recompute.kept_graphs
-        if keeps_graph or tick.visit in passing:
-            found.append(None)
+        if keeps_graph or tick.visit in passing_visits:
+            tick_bytes.append(None)
             continue
         has_sums = program.sharding.shards.is_local and tick.phase in ("head", "backward")
-        sums = sum(each.nbytes for each in _sum_transients(program, number)) if has_sums else 0
-        found.append(_computing_bytes(trace, program, tick) + sums)
-    most = max((_computing_bytes(trace, program, tick) for tick in program.ticks), default=0)
-    most = max([most, *(nbytes for nbytes in found if nbytes is not None)])
-    return [most if nbytes is None else nbytes for nbytes in found]
+        sum_bytes = sum(transient.nbytes for transient in _sum_transients(program, index)) if has_sums else 0
+        tick_bytes.append(_computing_bytes(trace, program, tick) + sum_bytes)
+    peak = max((_computing_bytes(trace, program, tick) for tick in program.ticks), default=0)
+    peak = max([peak, *(nbytes for nbytes in tick_bytes if nbytes is not None)])
+    return [peak if nbytes is None else nbytes for nbytes in tick_bytes]
 
 
 def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int:
@@ -141,23 +140,23 @@ def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int
     return trace.visits[tick.visit].memory.backward_nbytes if tick.phase == "backward" else 0
 
 
-def _sum_transients(program: StepProgram, number: int) -> Iterator[Transient]:
+def _sum_transients(program: StepProgram, tick_index: int) -> Iterator[Transient]:
     """Yield the fp32 gradient sums of a visit, one per open sum. The first sum of an fp32 block is the block itself."""
 
-    def nbytes(group: Group) -> int:
-        blocks = [program.contents(number, key) for key, mode in group if mode != "r"]
+    max_open_sums = program.sharding.own_lanes.max_open_sums
+
+    def sum_nbytes(group: Group) -> int:
+        blocks = [program.contents(tick_index, key) for key, mode in group if mode != "r"]
         return sum(
-            _FP32_BYTES
-            * block.num_elements
-            * (program.sharding.own_lanes.max_open_sums - (block.dtype == torch.float32))
+            _FP32_BYTES * block.num_elements * (max_open_sums - (block.dtype == torch.float32))
             for block in blocks
             if block.kind == "gradients"
         )
 
-    tick = program.ticks[number]
-    yield Transient.for_tick("sums", nbytes(tick.held), number)
+    tick = program.ticks[tick_index]
+    yield Transient.for_tick("sums", sum_nbytes(tick.held), tick_index)
     for turn, group in enumerate(tick.passing):
-        yield Transient("sums of a part", nbytes(group), (number, 2 * turn + 1), (number, 2 * turn + 2))
+        yield Transient("sums of a part", sum_nbytes(group), (tick_index, 2 * turn + 1), (tick_index, 2 * turn + 2))
 
 
 def waiting_rows(
@@ -168,15 +167,15 @@ def waiting_rows(
     In the head, the rows are the inputs. In an embedding, they are the rows to look up or to add. They count as fp32.
     """
     widths: dict[int, int] = {}
-    head = [number for number, visit in enumerate(trace.visits) if visit.is_head]
+    head = [index for index, visit in enumerate(trace.visits) if visit.is_head]
     for visit, layout in program.cuts.passing:
-        announced = head[0] if visit in head else visit
-        widths[announced] = max(widths.get(announced, 0), graph.layouts[layout].entries[0].shape[-1])
-    for number, tick in enumerate(program.ticks):
+        announced_visit = head[0] if visit in head else visit
+        widths[announced_visit] = max(widths.get(announced_visit, 0), graph.layouts[layout].entries[0].shape[-1])
+    for index, tick in enumerate(program.ticks):
         if tick.phase in ("forward", "head", "backward") and tick.visit in widths:
             width = widths[tick.visit] + _SOFTMAX_NUMBERS
             nbytes = 2 * _FP32_BYTES * num_micro_batches * trace.num_tokens * width
-            yield Transient.for_tick("rows that wait", nbytes, number)
+            yield Transient.for_tick("rows that wait", nbytes, index)
 
 
 def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[Transient]:
@@ -194,89 +193,86 @@ class _CollectiveMemory:
 
     def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
         self._graph, self._program = graph, program
-        self._lanes, self._shards, self._own_lanes = (
-            program.sharding.lanes,
-            program.sharding.shards,
-            program.sharding.own_lanes,
-        )
+        sharding = program.sharding
+        self._lanes, self._shards, self._own_lanes = sharding.lanes, sharding.shards, sharding.own_lanes
         self._num_sums = len(self._lanes.rank_sums(self._shards.rank))
         # If the program gathers ahead, a GPU sends sums while the next visit runs.
         self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
-        self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers
-        self._served: dict[tuple[Phase, int], int] = {}  # last tick of each visit
+        self._gather_indexes: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers
+        self._visit_indexes: dict[tuple[Phase, int], int] = {}  # last tick of each visit
 
     def transients(self) -> Iterator[Transient]:
-        for number, tick in enumerate(self._program.ticks):
+        for index, tick in enumerate(self._program.ticks):
             if tick.phase == "gather":
-                assert tick.serves is not None
-                self._gathered.setdefault((tick.serves, tick.visit), deque()).append(number)
+                assert tick.served_phase is not None
+                self._gather_indexes.setdefault((tick.served_phase, tick.visit), deque()).append(index)
             elif tick.phase == "exchange":
-                yield from self._exchange_transients(number)
+                yield from self._exchange_transients(index)
             elif tick.phase != "update":
-                yield from self._visit_transients(number)
+                yield from self._visit_transients(index)
 
-    def _visit_transients(self, number: int) -> Iterator[Transient]:
-        tick = self._program.ticks[number]
-        served = tick.phase, tick.visit
-        self._served[served] = number
-        if self._gathered.get(served):
-            gather = self._gathered[served].popleft()
-            for nbytes in self._full_bytes(gather).values():
-                yield Transient("full copy", nbytes, (gather, 0), (number, _END))
+    def _visit_transients(self, index: int) -> Iterator[Transient]:
+        tick = self._program.ticks[index]
+        visit_key = tick.phase, tick.visit
+        self._visit_indexes[visit_key] = index
+        if self._gather_indexes.get(visit_key):
+            gather_index = self._gather_indexes[visit_key].popleft()
+            for nbytes in self._full_bytes(gather_index).values():
+                yield Transient("full copy", nbytes, (gather_index, 0), (index, _END))
         for turn, group in enumerate(tick.passing):
-            yield from self._part_transients(number, turn, group)
+            yield from self._part_transients(index, turn, group)
 
-    def _exchange_transients(self, number: int) -> Iterator[Transient]:
+    def _exchange_transients(self, index: int) -> Iterator[Transient]:
         """Yield a visit's gradient sums, and the received sums of each part."""
-        tick = self._program.ticks[number]
-        assert tick.serves is not None
-        made = self._served[tick.serves, tick.visit]
-        sums = self._full_bytes(number)
+        tick = self._program.ticks[index]
+        assert tick.served_phase is not None
+        start = self._visit_indexes[tick.served_phase, tick.visit]
+        sum_bytes = self._full_bytes(index)
         open_sums = self._own_lanes.max_open_sums - self._num_sums
-        yield Transient("open sums", sum(sums.values()) // self._num_sums * open_sums, (made, 0), (made, 0))
-        last: dict[str, int] = {}  # turn of each layout's last part
-        for turn, block in enumerate(self._exchanged(number)):
-            last[block.whole] = turn
+        yield Transient("open sums", sum(sum_bytes.values()) // self._num_sums * open_sums, (start, 0), (start, 0))
+        last_turns: dict[str, int] = {}  # turn of each layout's last part
+        for turn, block in enumerate(self._exchanged_blocks(index)):
+            last_turns[block.tensor_key] = turn
             nbytes = self._lanes.num_sums * _FP32_BYTES * block.num_elements
-            yield Transient("received sums", nbytes, (number, 2 * turn + 1), (number, 2 * turn + 1))
-        for whole, turn in last.items():
-            until = (self._next_visit(number), _END) if self._sends_ahead else (number, 2 * turn + 1)
-            yield Transient("sums", sums[whole], (made, 0), until)
+            yield Transient("received sums", nbytes, (index, 2 * turn + 1), (index, 2 * turn + 1))
+        for key, turn in last_turns.items():
+            end = (self._next_visit(index), _END) if self._sends_ahead else (index, 2 * turn + 1)
+            yield Transient("sums", sum_bytes[key], (start, 0), end)
 
-    def _next_visit(self, number: int) -> int:
+    def _next_visit(self, index: int) -> int:
         """Return the position of the next visit's tick, or of the step's last tick."""
         ticks = self._program.ticks
-        later = range(number + 1, len(ticks))
-        return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
+        indexes = range(index + 1, len(ticks))
+        return next((i for i in indexes if ticks[i].phase in ("forward", "head", "backward")), len(ticks) - 1)
 
-    def _part_transients(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
+    def _part_transients(self, index: int, turn: int, group: Group) -> Iterator[Transient]:
         """Yield the memory of one passing group: its gathered weight part and its exchanged gradient part."""
         # The weight is freed before the exchange.
-        using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)
+        use_point, exchange_point = (index, 2 * turn + 1), (index, 2 * turn + 2)
         open_sums = 0
         for key, mode in group:
-            block = self._program.contents(number, key)
+            block = self._program.contents(index, key)
             if self._program.is_gathered(key):
                 nbytes = self._program.gathered_bytes(key)
-                yield Transient("full copy of a part", self._shards.size * nbytes, using, using)
+                yield Transient("full copy of a part", self._shards.size * nbytes, use_point, use_point)
             elif block.kind == "gradients" and mode != "r":
                 num_sums = len(self._own_lanes.subtrees)
                 nbytes = _FP32_BYTES * self._shards.size * block.num_elements
-                yield Transient("sums of a part", num_sums * nbytes, using, exchanging)
+                yield Transient("sums of a part", num_sums * nbytes, use_point, exchange_point)
                 open_sums += (self._own_lanes.max_open_sums - num_sums) * nbytes
-                received = self._lanes.num_sums * _FP32_BYTES * block.num_elements
-                yield Transient("received sums", received, exchanging, exchanging)
-        yield Transient("open sums", open_sums, using, using)
+                nbytes_received = self._lanes.num_sums * _FP32_BYTES * block.num_elements
+                yield Transient("received sums", nbytes_received, exchange_point, exchange_point)
+        yield Transient("open sums", open_sums, use_point, use_point)
 
-    def _exchanged(self, number: int) -> list[BlockPlan]:
-        return [self._program.contents(number, group[0][0]) for group in self._program.ticks[number].passing]
+    def _exchanged_blocks(self, index: int) -> list[BlockPlan]:
+        return [self._program.contents(index, group[0][0]) for group in self._program.ticks[index].passing]
 
-    def _full_bytes(self, number: int) -> dict[str, int]:
+    def _full_bytes(self, index: int) -> dict[str, int]:
         """Return the sizes of the full copies that a tick gathers, or of the sums that it exchanges, by key."""
-        program, is_gather = self._program, self._program.ticks[number].phase == "gather"
-        blocks = [program.blocks[key] for key, _ in program.ticks[number].held] + self._exchanged(number)
+        program, is_gather = self._program, self._program.ticks[index].phase == "gather"
+        blocks = [program.blocks[key] for key, _ in program.ticks[index].held] + self._exchanged_blocks(index)
         return {
-            block.whole: program.full_elements(self._graph.layouts[block.whole.rpartition("/")[0]])
+            block.tensor_key: program.full_elements(self._graph.layouts[block.tensor_key.rpartition("/")[0]])
             * (program.gathered_dtype(block.key).itemsize if is_gather else _FP32_BYTES * self._num_sums)
             for block in blocks
         }
@@ -285,9 +281,9 @@ class _CollectiveMemory:
 def decoded_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return the peak memory in bytes of decoded weights in one visit. The head counts as one visit."""
 
-    def bytes_of_visit(visit: int, unit: int) -> int:
-        return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in layouts_of_unit(graph, unit))
+    def visit_bytes(visit: int, unit: int) -> int:
+        return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in unit_layouts(graph, unit))
 
-    by_visit = [bytes_of_visit(number, visit.unit) for number, visit in enumerate(trace.visits)]
-    head = sum(nbytes for nbytes, visit in zip(by_visit, trace.visits, strict=True) if visit.is_head)
-    return max([head, *by_visit])
+    bytes_by_visit = [visit_bytes(index, visit.unit) for index, visit in enumerate(trace.visits)]
+    head_bytes = sum(nbytes for nbytes, visit in zip(bytes_by_visit, trace.visits, strict=True) if visit.is_head)
+    return max([head_bytes, *bytes_by_visit])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.engine.program.block_keys import activation_key, cache_key, results_key
-from megatrain.engine.program.visit_trace import layouts_of_unit
+from megatrain.engine.program.visit_trace import unit_layouts
 from megatrain.engine.tape.execution import TapeExecution
 from megatrain.engine.tape.gradients import StepGradients
 from megatrain.engine.tape.leased import OneProcess
@@ -53,7 +53,7 @@ class StoreAccess:
     Attributes:
         step_gradients: Records of the running step's gradients.
         sharding: Hooks for all behavior that depends on the number of ranks.
-        updates_ahead: Whether a step can queue its own updates before the host knows the clipping factor.
+        can_update_ahead: Whether a step can queue its own updates before the host knows the clipping factor.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class StoreAccess:
         else:
             self.sharding = Ranks(collectives, self._execution, self.step_gradients)
         self._updates = None if updater is None else UpdateOps(self._execution, updater)
-        is_alone = isinstance(collectives, SingleRank)
-        self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
+        is_single_rank = isinstance(collectives, SingleRank)
+        self.can_update_ahead = is_single_rank and self._updates is not None and self._updates.are_all_on_device()
         self._has_updated_ahead = False
         self._pending: PendingUpdate | None = None  # update to apply in the update ops of the tape
-        self._reused = [traced.reused for traced in model.trace.visits]
+        self._aliases = [visit_trace.aliases for visit_trace in model.trace.visits]
         self._shapes: dict[str, torch.Size] = {}
 
     @property
@@ -94,7 +94,7 @@ class StoreAccess:
         step: int,
         pending: PendingUpdate | None = None,
         *,
-        immediate: Update | None = None,
+        immediate_update: Update | None = None,
         scales: LayerScales | None = None,
         num_tokens: int | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class StoreAccess:
         Args:
             step: Step number, counted from 0. It determines the tick numbers in the schedule.
             pending: Deferred update of the previous step.
-            immediate: Update of this step, if updates are not deferred.
+            immediate_update: Update of this step, if updates are not deferred.
             scales: Factors for the layers' gradients, if updates are not deferred.
             num_tokens: Number of tokens in the step; None to assume that tokens reach all experts.
         """
@@ -117,9 +117,9 @@ class StoreAccess:
             self.sharding.weights.skip_unlikely(num_tokens)
         self.step_gradients.start_step(scales)
         # The backward fills `with_gradient`. An immediate update reads a layout's entry when the gradient is complete.
-        self._pending = (
-            pending if immediate is None else PendingUpdate(step, immediate, self.step_gradients.with_gradient, scales)
-        )
+        if immediate_update is not None:
+            pending = PendingUpdate(step, immediate_update, self.step_gradients.with_gradient, scales)
+        self._pending = pending
 
     def run_updates(self, pending: PendingUpdate) -> None:
         """Run the updates of a finished step without starting another step."""
@@ -129,8 +129,8 @@ class StoreAccess:
             self.end_step()
 
     def update_ahead(self, pending: PendingUpdate) -> None:
-        """Queue the updates of the step that has just ended. Call this only if ``updates_ahead`` is true."""
-        assert self.updates_ahead
+        """Queue the updates of the step that has just ended. Call this only if ``can_update_ahead`` is true."""
+        assert self.can_update_ahead
         self._execution.start_updates_ahead()
         self._pending, self._has_updated_ahead = pending, True
         while (op := self._execution.next_op()) is not None:
@@ -166,62 +166,62 @@ class StoreAccess:
             return
         assert self._updates is not None and self._pending is not None, f"no pending update: {op}"
         if not self._program.updates.are_deferred:
-            self.sharding.before_update(self._updates.layout_of(op))
+            self.sharding.before_update(self._updates.op_layout(op))
         self._updates.run(op, self._pending)
 
     # -- weights and gradients ---------------------------------------------------------------------------------
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
         """Lease the unit's parameters, by full name."""
-        return self.sharding.weights.for_visit(self._layouts_of(unit), visit)
+        return self.sharding.weights.for_visit(self._unit_layouts(unit), visit)
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         """Skip the unit's weights, because no token is routed to it."""
-        self.sharding.weights.skip(self._layouts_of(unit), visit)
+        self.sharding.weights.skip(self._unit_layouts(unit), visit)
 
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle_visits: Collection[int]) -> None:
         """Cancel the prefetch of weights that only idle visits need."""
-        self.sharding.weights.announce_idle(visits, idle)
+        self.sharding.weights.announce_idle(visits, idle_visits)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
         """Yield the gradient accumulators of a visit. The last use site to run adds up the gradients of all sites."""
-        place = self.sharding.gradients
-        layouts = [layout for layout in self._layouts_of(unit) if layout.trainable]
-        by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
-        held = [layout for layout in layouts if layout not in by_part]
-        passing: dict[str, PassingGradient] = {}
-        for layout in by_part:
-            keys = self._program.gradient_keys(layout, self.step_gradients.use_of(layout.name, visit))
-            passing[layout.entries[0].name] = PassingGradient(place, self.step_gradients, layout, visit, keys)
-        with place.held(held, visit) as sums:
-            sink = UseSiteGradients(sums if held else None, passing)
+        memory = self.sharding.gradients
+        layouts = [layout for layout in self._unit_layouts(unit) if layout.trainable]
+        passing_layouts = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
+        held_layouts = [layout for layout in layouts if layout not in passing_layouts]
+        part_sums: dict[str, PassingGradient] = {}
+        for layout in passing_layouts:
+            keys = self._program.gradient_keys(layout, self.step_gradients.use_site(layout.name, visit))
+            part_sums[layout.entries[0].name] = PassingGradient(memory, self.step_gradients, layout, visit, keys)
+        with memory.lease_sums(held_layouts, visit) as sums:
+            sink = UseSiteGradients(sums if held_layouts else None, part_sums)
             del sums  # drop the reference, so that closing the sink frees the memory
             yield sink
             # Close the parts before the held sums, because the tape leases the parts within the visit.
             sink.close()
             del sink
 
-    def _layouts_of(self, unit: Unit) -> list[UnitLayout]:
-        return [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
+    def _unit_layouts(self, unit: Unit) -> list[UnitLayout]:
+        return [self._graph.layouts[name] for name in unit_layouts(self._graph, unit.index)]
 
     # -- activations -------------------------------------------------------------------------------------------
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
         """Copy a unit's input into its block, which the tape can offload until the backward."""
-        key = self._activation(visit, micro_batch, index, tensor.numel())
+        key = self._activation_key(visit, micro_batch, index, tensor.numel())
         with self._execution.lease([key]) as tensors:
             tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
 
-    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Check that the plan also reuses the block at ``place`` for this input."""
-        assert self._reused[visit].get(index) == place, (visit, index, place)
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, source: tuple[int, int]) -> None:
+        """Check that the plan also reuses the block at ``source`` for this input."""
+        assert self._aliases[visit].get(index) == source, (visit, index, source)
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
         """Lease the copy that `put_activation` made, with the same shape. The visit that stored it reads it last."""
-        key = self._activation(visit, micro_batch, index, 0)
+        key = self._activation_key(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._execution.lease([key]) as tensors:
             yield tensors[key][: shape.numel()].view(shape)
@@ -245,7 +245,7 @@ class StoreAccess:
         with self._execution.lease([key]) as tensors:
             yield tensors[key]
 
-    def _activation(self, visit: int, micro_batch: int, index: int, num_elements: int) -> str:
+    def _activation_key(self, visit: int, micro_batch: int, index: int, num_elements: int) -> str:
         key = activation_key(visit, micro_batch, index)
         block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
         assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"

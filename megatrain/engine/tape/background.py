@@ -18,7 +18,7 @@ class BackgroundUpdates:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None  # created with the first update
-        self._running: deque[tuple[frozenset[str], Future[None]]] = deque()
+        self._updates: deque[tuple[frozenset[str], Future[None]]] = deque()
 
     def start(self, keys: Iterable[str], update: Callable[[], None]) -> None:
         """Run an update on the thread, after all updates that were started earlier.
@@ -28,33 +28,33 @@ class BackgroundUpdates:
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="updates")
-        self._running.append((frozenset(keys), self._executor.submit(update)))
+        self._updates.append((frozenset(keys), self._executor.submit(update)))
 
     def wait_for(self, keys: Collection[str]) -> None:
         """Wait until no update uses any of these blocks. Raise the first error if updates have failed."""
-        uses = [number for number, (used, _) in enumerate(self._running, 1) if not used.isdisjoint(keys)]
-        self._wait_for_first(uses[-1] if uses else 0)
+        positions = [i for i, (update_keys, _) in enumerate(self._updates, 1) if not update_keys.isdisjoint(keys)]
+        self._wait_for_first(positions[-1] if positions else 0)
 
     def wait(self) -> None:
         """Wait for all updates. Raise the first error if updates have failed."""
-        self._wait_for_first(len(self._running))
+        self._wait_for_first(len(self._updates))
 
     def _wait_for_first(self, count: int) -> None:
-        for _, update in islice(self._running, count):
+        for _, update in islice(self._updates, count):
             update.result()
         for _ in range(count):
-            self._running.popleft()
+            self._updates.popleft()
 
     def __enter__(self) -> BackgroundUpdates:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if error_type is None:
                 self.wait()
         finally:
-            while self._running:
-                self._running[0][1].exception()
-                self._running.popleft()
+            while self._updates:
+                self._updates[0][1].exception()
+                self._updates.popleft()

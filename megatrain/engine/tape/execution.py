@@ -9,7 +9,7 @@ A step processes a layer in this order (docs/reading.md explains each stage):
                 recompute   `SavedInputs.graph`, or no work in `KeptGraph.graph`
                 backward    `UnitGraph.gradients`, called in `UnitVisit.backward`
                 reduce      `GradientAccumulator.add_product`, for each micro-batch
-                release     `TapeStore.released`
+                release     `TapeStore.release_copies`
 
 This file makes no decisions: the tape is compiled before the step and lists all leases, fetches, pins and evictions.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatrain.base.progress import Activity
-from megatrain.engine.device.freed_memory import give_back_beyond_limit
+from megatrain.engine.device.freed_memory import return_excess_memory
 from megatrain.engine.program.workspace import computing_bytes
 from megatrain.engine.tape.background import BackgroundUpdates
 from megatrain.engine.tape.tape import Op, PinnedCopy, Tape, TapeStore, Use, compile_step
@@ -90,12 +90,12 @@ class TapeExecution:
         self._ops = iter(self._tape(True, False, {}).ops)
 
     def _tape(self, updates: bool, passes: bool, pinned: Mapping[str, PinnedCopy]) -> Tape:
-        kind = (updates, passes, frozenset(pinned.items()))
-        if kind not in self._tapes:
-            self._tapes[kind] = compile_step(
+        tape_key = (updates, passes, frozenset(pinned.items()))
+        if tape_key not in self._tapes:
+            self._tapes[tape_key] = compile_step(
                 self.model.program, self.model.homes, self.model.stays, updates=updates, passes=passes, pinned=pinned
             )
-        return self._tapes[kind]
+        return self._tapes[tape_key]
 
     def finish(self) -> None:
         """Evict the copies that are pinned for the next step."""
@@ -105,7 +105,7 @@ class TapeExecution:
     def next_op(self) -> Op | None:
         """Advance to the next op. Return None after the last op."""
         self.op = next(self._ops, None)
-        give_back_beyond_limit(self._store, 0 if self.op is None else self._op_bytes[self.op.tick])
+        return_excess_memory(self._store, 0 if self.op is None else self._op_bytes[self.op.tick])
         self._uses = {}
         if self.op is not None:
             tick, uses = self.op.tick, self.op.uses
@@ -130,7 +130,7 @@ class TapeExecution:
         """Return the current op's use of a block, given the key of the block's contents."""
         return self._uses[key]
 
-    def uses(self, key: str) -> bool:
+    def has_use(self, key: str) -> bool:
         """Return whether the current op uses a block, given the key of the block's contents."""
         return key in self._uses
 
@@ -154,7 +154,7 @@ class TapeExecution:
             return
         uses = [self._uses[key] for key in keys]
         with self._store.acquire_many([(use.key, op.tier, use.mode) for use in uses]) as group:
-            self._copies.leased(uses)
+            self._copies.unpin_copies(uses)
             tensors: dict[str, Tensor] = {}
             for key, lease in zip(keys, group, strict=True):
                 tensor = lease.tensor
@@ -163,17 +163,17 @@ class TapeExecution:
                 tensors[key] = tensor
             yield tensors
         # Release after the leases end, because an eviction must not write back a copy that is still being written.
-        self._copies.released(uses, op.tier)
+        self._copies.release_copies(uses, op.tier)
 
     def skip(self, keys: Iterable[str]) -> None:
         """Skip planned leases of the current op."""
         op = self.current_op
         for key in keys:
-            self._copies.skipped(self._uses[key], op.tier)
+            self._copies.skip_lease(self._uses[key], op.tier)
 
-    def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
-        """Cancel prefetches in ``uses``, and resume prefetches in ``but_not``. Both contain (tick in the step, key)."""
-        first = self._first_tick
+    def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, resumed_uses: Collection[tuple[int, str]] = ()) -> None:
+        """Cancel prefetches for ``uses``, and resume those for ``resumed_uses``. A use is a (tick in the step, key)."""
+        start = self._first_tick
         self._store.pass_over(
-            [(first + tick, key) for tick, key in uses], but_not=[(first + tick, key) for tick, key in but_not]
+            [(start + tick, key) for tick, key in uses], but_not=[(start + tick, key) for tick, key in resumed_uses]
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.engine.program.visit_trace import uses_of_layouts
+from megatrain.engine.program.visit_trace import layout_uses
 from megatrain.optim.clip import SquaredNorm, sum_gradients
 from megatrain.optim.threads import KernelThreads
 
@@ -31,8 +31,8 @@ class StepGradients:
     def __init__(self, model: StreamedModel, threads: KernelThreads) -> None:
         self.lanes: Lanes = model.program.sharding.own_lanes
         self.threads = threads
-        self.uses = uses_of_layouts(model.graph, model.trace)
-        self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
+        self.uses = layout_uses(model.graph, model.trace)
+        self._filled_params: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
         self._norms: dict[str, SquaredNorm] = {}  # layouts whose gradients are incomplete
         self._scales: LayerScales | None = None
         self.squared_norms: dict[str, float | torch.Tensor] = {}
@@ -44,33 +44,33 @@ class StepGradients:
         Args:
             scales: Factors for each layer's gradient; None if the norm of the whole step determines one factor.
         """
-        self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self.uses.items()}
+        self._filled_params = {name: {site: set() for site in range(len(uses))} for name, uses in self.uses.items()}
         # Create new objects, because a pending update uses the objects of the previous step.
         self.squared_norms, self.with_gradient, self._scales = {}, {}, scales
 
-    def use_of(self, name: str, visit: int) -> int:
+    def use_site(self, name: str, visit: int) -> int:
         """Return the position of a visit among a layout's use sites."""
         return self.uses[name].index(visit)
 
-    def filled_at(self, name: str, visit: int) -> set[str]:
+    def site_params(self, name: str, visit: int) -> set[str]:
         """Return which parameters of a layout have a gradient from one use site."""
-        return self._filled[name][self.use_of(name, visit)]
+        return self._filled_params[name][self.use_site(name, visit)]
 
     def record_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
         """Record that parameters of a layout have a gradient from one use site."""
-        self.filled_at(name, visit).update(parameters)
+        self.site_params(name, visit).update(parameters)
 
-    def filled(self, name: str) -> set[str]:
+    def filled_params(self, name: str) -> set[str]:
         """Return which parameters of a layout have a gradient from any use site."""
-        return set[str]().union(*self._filled[name].values())
+        return set[str]().union(*self._filled_params[name].values())
 
-    def add_uses(self, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    def add_uses(self, block: torch.Tensor, other_gradients: Sequence[torch.Tensor]) -> None:
         """Add the other use sites' gradients, in forward order, to the gradient of the first use site."""
-        for other in others:
+        for gradient in other_gradients:
             if block.is_cuda:
-                block.add_(other)
+                block.add_(gradient)
             else:
-                sum_gradients(block, other, self.threads)
+                sum_gradients(block, gradient, self.threads)
 
     def add_to_norm(self, name: str, part: int, block: torch.Tensor) -> None:
         """Add a part of a layout's complete gradient to its norm."""
@@ -83,11 +83,11 @@ class StepGradients:
     def complete(self, name: str, visit: int) -> None:
         """Record the norm of a layout's gradient if this use site completes the gradient and all parts were added."""
         if visit == self.uses[name][0] and name in self._norms:
-            self.record_complete(name, self._norms.pop(name).total(), self.filled(name))
+            self.record_complete(name, self._norms.pop(name).total(), self.filled_params(name))
 
-    def record_complete(self, name: str, squared: float | torch.Tensor, filled: set[str]) -> None:
+    def record_complete(self, name: str, squared_norm: float | torch.Tensor, filled_params: set[str]) -> None:
         """Record the norm of a layout's complete gradient, and the parameters that have a gradient."""
-        self.with_gradient[name] = filled
-        self.squared_norms[name] = squared
+        self.with_gradient[name] = filled_params
+        self.squared_norms[name] = squared_norm
         if self._scales is not None:
-            self._scales.record_norm(name, squared)
+            self._scales.record_norm(name, squared_norm)

@@ -12,16 +12,16 @@ import torch
 from megatrain.base.layout import Piece, SplitTensor, UnitLayout, pieces_of_parts, views, views_of_pieces
 from megatrain.engine.device.host_io import PendingScalars
 from megatrain.engine.head.loss import PartialMean
-from megatrain.engine.program.visit_trace import layouts_of_unit
+from megatrain.engine.program.visit_trace import unit_layouts
 from megatrain.engine.program.workspace import decoded_bytes
-from megatrain.engine.tape.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
+from megatrain.engine.tape.pieces import DecodedWeights, LeasedParts, empty_sum, fp32_sum, zero_gaps
 from megatrain.engine.unit.weight_gradients import GradientAccumulator, LaneAccumulator
 
 if TYPE_CHECKING:
     from megatrain.engine.program.block_access import MatrixParts
     from megatrain.engine.tape.execution import TapeExecution
     from megatrain.engine.tape.gradients import StepGradients
-    from megatrain.engine.tape.pieces import GradientPlace
+    from megatrain.engine.tape.pieces import GradientMemory
     from megatrain.engine.tape.tape import Op
 
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HostResults = tuple[list[float], list[PartialMean]]
 
 
-class WeightPlace:
+class WeightProvider:
     """Interface that converts leased blocks to the weights that a visit uses."""
 
     def for_visit(
@@ -42,7 +42,7 @@ class WeightPlace:
         """Skip a visit's weights. Called instead of ``for_visit`` if no token is routed to the unit."""
         raise NotImplementedError
 
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle_visits: Collection[int]) -> None:
         """Announce which visits, starting with the current visit, will skip their weights. Optional to implement."""
 
     def skip_unlikely(self, num_tokens: int) -> None:
@@ -57,8 +57,8 @@ class ShardingHooks:
         gradients: Provider of memory for gradient sums.
     """
 
-    weights: WeightPlace
-    gradients: GradientPlace
+    weights: WeightProvider
+    gradients: GradientMemory
 
     @property
     def window_bytes(self) -> int:
@@ -88,14 +88,14 @@ class ShardingHooks:
         """Combine a layout's gradient norm over all ranks. Called before an update that is not deferred."""
 
     def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[PartialMean]
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], metrics: Sequence[PartialMean]
     ) -> Callable[[], HostResults]:
         """Queue the transfer of a step's results to the host, for all ranks.
 
         Args:
             layouts: Layouts with complete gradients. The returned function converts their norms to floats.
             terms: Scalars whose sum is the loss of this process.
-            figures: Contributions of this process to the metrics of the loss.
+            metrics: Contributions of this process to the metrics of the loss.
 
         Returns:
             A function that waits for the results and returns them. Call it once.
@@ -116,56 +116,57 @@ class OneProcess(ShardingHooks):
         self.weights.free()
 
     def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[PartialMean]
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], metrics: Sequence[PartialMean]
     ) -> Callable[[], HostResults]:
         """Queue the transfer of a step's results to the host, which needs one host sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
-        squares = [squared_norms[layout.name] for layout in layouts]
-        arriving = PendingScalars([*terms, *(figure.total for figure in figures), *squares])
+        norms = [squared_norms[layout.name] for layout in layouts]
+        scalars = PendingScalars([*terms, *(metric.total for metric in metrics), *norms])
 
-        def read() -> HostResults:
-            numbers = iter(arriving.read())
-            found = [next(numbers) for _ in terms]
-            totals = [replace(figure, total=next(numbers)) for figure in figures]
-            squared_norms.update(zip([layout.name for layout in layouts], numbers, strict=True))
-            return found, totals
+        def read_results() -> HostResults:
+            values = iter(scalars.read())
+            loss_terms = [next(values) for _ in terms]
+            means = [replace(metric, total=next(values)) for metric in metrics]
+            squared_norms.update(zip([layout.name for layout in layouts], values, strict=True))
+            return loss_terms, means
 
-        return read
+        return read_results
 
 
-class LeasedWeights(WeightPlace):
-    """``WeightPlace`` that provides weights as views of leased blocks, or decodes them from leased blocks."""
+class LeasedWeights(WeightProvider):
+    """``WeightProvider`` that provides weights as views of leased blocks, or decodes them from leased blocks."""
 
     def __init__(self, execution: TapeExecution) -> None:
         self._execution = execution
         model = execution.model
         self._graph, self._program = model.graph, model.program
-        self._unit_of_visit = [traced.unit for traced in model.trace.visits]
-        self._ticks_of: dict[tuple[str, int], list[int]] = {}
-        for number, tick in enumerate(self._program.ticks):
-            self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
+        self._visit_units = [visit_trace.unit for visit_trace in model.trace.visits]
+        self._visit_ticks: dict[tuple[str, int], list[int]] = {}
+        for index, tick in enumerate(self._program.ticks):
+            self._visit_ticks.setdefault((tick.phase, tick.visit), []).append(index)
         visits = enumerate(model.trace.visits)
-        self._chances = {number: visit.no_token_probability for number, visit in visits if visit.no_token_probability}
-        self._decoded = DecodedWeights(decoded_bytes(model.graph, model.trace, model.program))
+        probabilities = ((index, visit.no_token_probability) for index, visit in visits)
+        self._idle_probabilities = {index: probability for index, probability in probabilities if probability}
+        self._decode_buffer = DecodedWeights(decoded_bytes(model.graph, model.trace, model.program))
 
     def free(self) -> None:
         """Free the memory of decoded weights until the next visit."""
-        self._decoded.free()
+        self._decode_buffer.free()
 
     @contextmanager
     def for_visit(
         self, layouts: Sequence[UnitLayout], visit: int
     ) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield parameters as views of leased blocks, or decode them from leased blocks; see ``WeightPlace``."""
+        """Yield parameters as views of leased blocks, or decode them from leased blocks; see ``WeightProvider``."""
         program, lease = self._program, self._execution.lease
-        passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
-        held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
+        part_names = {layout.name for layout in layouts if program.is_passing_weight(visit, layout.name)}
+        held_keys = [key for layout in layouts if layout.name not in part_names for key in program.weight_keys(layout)]
         # Exit the decode contexts before the leases end, and in reverse order, because the decode memory is a stack.
-        with lease(held) as blocks, ExitStack() as decoded:
+        with lease(held_keys) as blocks, ExitStack() as stack:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
                 if program.decoded_bytes(visit, layout):
-                    tensors.update(decoded.enter_context(self._decoded_weights(layout, visit, blocks)))
+                    tensors.update(stack.enter_context(self._lease_decoded(layout, visit, blocks)))
                 elif layout.name in program.cuts.weights:
                     keys = program.weight_keys(layout)
                     tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, lease)
@@ -175,7 +176,7 @@ class LeasedWeights(WeightPlace):
             yield tensors
 
     @contextmanager
-    def _decoded_weights(
+    def _lease_decoded(
         self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
         """Yield the parameters of a layout whose blocks are encoded.
@@ -187,76 +188,76 @@ class LeasedWeights(WeightPlace):
         name, is_cut = layout.entries[0].name, layout.name in program.cuts.weights
 
         @contextmanager
-        def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-            (key,) = own
-            with self._execution.lease(own) as leased, self._decode(layout, visit, leased) as part:
+        def lease(part_keys: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+            (key,) = part_keys
+            with self._execution.lease(part_keys) as part_blocks, self._decode(layout, visit, part_blocks) as part:
                 yield {key: part}
 
         if keys[0] not in blocks:
             yield {name: LeasedParts(layout, keys, {}, lease)}
             return
-        with self._decode(layout, visit, {key: blocks[key] for key in keys}) as whole:
+        with self._decode(layout, visit, {key: blocks[key] for key in keys}) as weights:
             if is_cut:
-                parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
+                parts = [weights[part.start : part.stop] for part in program.layout_parts(layout)]
                 yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
             else:
-                yield dict(views(whole, layout))
+                yield dict(views(weights, layout))
 
     @contextmanager
-    def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _decode(self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """Decode leased blocks of a layout, and yield the weights concatenated in one flat tensor."""
         program, encoding = self._program, self._program.encodings[layout.name]
-        lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
-        device, stop = next(iter(leased.values())).device, 0
-        with self._decoded.room(program.decoded_bytes(visit, layout), device) as room:
-            weights = room.view(encoding.dtype)
-            for key, block in leased.items():
+        lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts(layout)), strict=True))
+        device, stop = next(iter(blocks.values())).device, 0
+        with self._decode_buffer.reserve(program.decoded_bytes(visit, layout), device) as buffer:
+            weights = buffer.view(encoding.dtype)
+            for key, block in blocks.items():
                 start, stop = stop, stop + lengths[key]
                 encoding.decode(block, weights[start:stop])
             yield weights[:stop]
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Skip a visit's weights; see ``WeightPlace``."""
+        """Skip a visit's weights; see ``WeightProvider``."""
         self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
 
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+    def announce_idle(self, visits: Sequence[int], idle_visits: Collection[int]) -> None:
         """Cancel the prefetch of weights that only idle visits need."""
-        now = self._execution.current_op.tick
-        unused: list[tuple[int, str]] = []
-        used: list[tuple[int, str]] = []
+        current_tick = self._execution.current_op.tick
+        idle_uses: list[tuple[int, str]] = []
+        needed_uses: list[tuple[int, str]] = []
         for visit in visits:
             for phase in ("forward", "backward"):
-                ticks = self._ticks_of.get((phase, visit), ())
+                ticks = self._visit_ticks.get((phase, visit), ())
                 # Take the visit's next tick, because a step can run a visit once per micro-batch.
-                tick = next((tick for tick in ticks if tick >= now), None)
+                tick = next((tick for tick in ticks if tick >= current_tick), None)
                 if tick is not None:
-                    found = unused if visit in idle else used
-                    found += [(tick, key) for key in self._keys_of(visit)]
-        self._execution.skip_prefetch(unused, but_not=used)
+                    uses = idle_uses if visit in idle_visits else needed_uses
+                    uses += [(tick, key) for key in self._visit_keys(visit)]
+        self._execution.skip_prefetch(idle_uses, resumed_uses=needed_uses)
 
     def skip_unlikely(self, num_tokens: int) -> None:
         """Cancel the early prefetch of weights whose experts will probably get no token."""
-        if not self._chances:
+        if not self._idle_probabilities:
             return
-        unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
-        for first in (0, len(self._program.ticks)):  # the prefetcher can already fetch for the next step
+        visits = [visit for visit, probability in self._idle_probabilities.items() if probability**num_tokens > 1 / 2]
+        for first_tick in (0, len(self._program.ticks)):  # the prefetcher can already fetch for the next step
             self._execution.skip_prefetch(
                 [
-                    (first + tick, key)
-                    for visit in unlikely
-                    for key in self._keys_of(visit)
-                    for tick in self._ticks_of.get(("forward", visit), ())
+                    (first_tick + tick, key)
+                    for visit in visits
+                    for key in self._visit_keys(visit)
+                    for tick in self._visit_ticks.get(("forward", visit), ())
                 ]
             )
 
-    def _keys_of(self, visit: int) -> list[str]:
+    def _visit_keys(self, visit: int) -> list[str]:
         """Return the keys of a visit's weights."""
-        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, self._unit_of_visit[visit])]
+        layouts = [self._graph.layouts[name] for name in unit_layouts(self._graph, self._visit_units[visit])]
         return [key for layout in layouts for key in self._program.weight_keys(layout)]
 
 
 class LeasedGradients:
-    """``GradientPlace`` that sums gradients in their blocks, or in fp32 copies if the blocks are not fp32."""
+    """``GradientMemory`` that sums gradients in their blocks, or in fp32 copies if the blocks are not fp32."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._execution, self._gradients = execution, gradients
@@ -264,33 +265,31 @@ class LeasedGradients:
         self._pieces: dict[str, Sequence[Sequence[Piece]]] = {}  # layout -> pieces of its parts
 
     @contextmanager
-    def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Lease gradient blocks, and yield the accumulators; see ``GradientPlace``."""
+    def lease_sums(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
+        """Lease gradient blocks, and yield the accumulators; see ``GradientMemory``."""
         names = [layout.name for layout in layouts]
-        own = {
-            layout.name: self._program.gradient_keys(layout, self._gradients.use_of(layout.name, visit))
+        all_keys = {
+            layout.name: self._program.gradient_keys(layout, self._gradients.use_site(layout.name, visit))
             for layout in layouts
         }
-        with self._execution.lease([key for name in names for key in own[name]]) as tensors:
-            sums = {
-                name: [fp32_sum(tensors[key], self._execution.use(key).mode) for key in own[name]] for name in names
-            }
-            added = set[str]().union(*(self._gradients.filled_at(name, visit) for name in names))
-            first = GradientAccumulator(self._targets(sums), added)
+        with self._execution.lease([key for name in names for key in all_keys[name]]) as tensors:
+            sums = {name: [fp32_sum(tensors[k], self._execution.use(k).mode) for k in all_keys[name]] for name in names}
+            filled_params = set[str]().union(*(self._gradients.site_params(name, visit) for name in names))
+            first_sum = GradientAccumulator(self._targets(sums), filled_params)
 
             def make_accumulator() -> GradientAccumulator:
                 return GradientAccumulator(
-                    self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
+                    self._targets({name: [empty_sum(tensors[key]) for key in all_keys[name]] for name in names}), set()
                 )
 
-            accumulator = LaneAccumulator(self._gradients.lanes, first, make_accumulator)
+            accumulator = LaneAccumulator(self._gradients.lanes, first_sum, make_accumulator)
             yield accumulator
             accumulator.close()
-            del accumulator, first  # frees the sums that are not blocks
+            del accumulator, first_sum  # frees the sums that are not blocks
             # Close within the leases, because closing writes the blocks and the norm reads them.
             for layout in layouts:
-                keys = own[layout.name]
-                self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
+                keys = all_keys[layout.name]
+                self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, filled_params)
 
     def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | SplitTensor]:
         """Return views of gradient memory by parameter, given the memory by layout and part."""
@@ -298,7 +297,7 @@ class LeasedGradients:
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
             if name not in self._pieces:  # does not change between steps
-                self._pieces[name] = pieces_of_parts(self._program.parts_of(layout), layout)
+                self._pieces[name] = pieces_of_parts(self._program.layout_parts(layout), layout)
             targets.update(views_of_pieces(parts, self._pieces[name], layout))
         return targets
 
@@ -306,20 +305,21 @@ class LeasedGradients:
         self,
         layout: UnitLayout,
         visit: int,
-        totals: list[torch.Tensor],
+        sums: list[torch.Tensor],
         blocks: Sequence[torch.Tensor],
         keys: Sequence[str],
-        added: set[str],
+        filled_params: set[str],
     ) -> None:
         """Store a use site's sums in their blocks. The last use site to run adds up the sums of all sites."""
         name = layout.name
-        self._gradients.record_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
+        entry_names = [entry.name for entry in layout.entries]
+        self._gradients.record_filled(name, visit, filled_params.intersection(entry_names))
         if self._execution.use(keys[0]).mode == "w":  # blocks leased for writing have undefined contents
-            zero_gaps(totals, self._program.parts_of(layout), layout, self._gradients.filled_at(name, visit))
-        for total, block in zip(totals, blocks, strict=True):
-            if total is not block:
-                block.copy_(total)
-        totals.clear()
+            zero_gaps(sums, self._program.layout_parts(layout), layout, self._gradients.site_params(name, visit))
+        for gradient_sum, block in zip(sums, blocks, strict=True):
+            if gradient_sum is not block:
+                block.copy_(gradient_sum)
+        sums.clear()
         # The backward reaches the first use site last, so the sums of all sites are now complete.
         if visit == self._gradients.uses[name][0]:
             self._sum_uses(layout, blocks)
@@ -328,28 +328,28 @@ class LeasedGradients:
         """Add the other use sites' gradients in forward order, and record the norm of the total."""
         name = layout.name
         uses = self._gradients.uses[name]
-        others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
-        if others and not self._execution.uses(others[0][0]):
+        other_keys = [self._program.gradient_keys(layout, use_site) for use_site in range(1, len(uses))]
+        if other_keys and not self._execution.has_use(other_keys[0][0]):
             return  # micro-batches run one at a time, and this is not the last one
-        if not others:
+        if not other_keys:
             self._gradients.add_all_to_norm(name, blocks)
-        for part, block in enumerate(blocks if others else ()):
-            with self._execution.lease([keys[part] for keys in others]) as tensors:
-                self._sum_part(name, part, block, [tensors[keys[part]] for keys in others])
+        for part, block in enumerate(blocks if other_keys else ()):
+            with self._execution.lease([keys[part] for keys in other_keys]) as tensors:
+                self._sum_part(name, part, block, [tensors[keys[part]] for keys in other_keys])
         self._gradients.complete(name, uses[0])
 
-    def _sum_part(self, name: str, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    def _sum_part(self, name: str, part: int, block: torch.Tensor, other_gradients: Sequence[torch.Tensor]) -> None:
         """Add one part of the other use sites' gradients to the first site's part, and add the total to the norm."""
-        self._gradients.add_uses(block, others)
+        self._gradients.add_uses(block, other_gradients)
         self._gradients.add_to_norm(name, part, block)
 
     @contextmanager
-    def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
-        """Yield the leased block, or an fp32 sum that is copied to the block; see ``GradientPlace``."""
+    def part(self, layout: UnitLayout, visit: int, part_index: int, key: str) -> Iterator[list[torch.Tensor]]:
+        """Yield the leased block, or an fp32 sum that is copied to the block; see ``GradientMemory``."""
         uses, mode = self._gradients.uses[layout.name], self._execution.use(key).mode
-        others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
-        is_summed = visit == uses[0] and all(map(self._execution.uses, others))
-        with self._execution.lease([key, *(others if is_summed else ())]) as tensors:
+        other_keys = [self._program.gradient_keys(layout, use_site)[part_index] for use_site in range(1, len(uses))]
+        is_summed = visit == uses[0] and all(map(self._execution.has_use, other_keys))
+        with self._execution.lease([key, *(other_keys if is_summed else ())]) as tensors:
             total = fp32_sum(tensors[key], mode)
             if mode == "w":  # a block leased for writing has undefined contents
                 total.zero_()
@@ -358,9 +358,9 @@ class LeasedGradients:
                 tensors[key].copy_(total)
                 del total
             if is_summed:
-                self._sum_part(layout.name, number, tensors[key], [tensors[other] for other in others])
+                self._sum_part(layout.name, part_index, tensors[key], [tensors[k] for k in other_keys])
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield a function that allocates partial sums. The plan counts their memory; see ``GradientPlace``."""
+        """Yield a function that allocates partial sums. The plan counts their memory; see ``GradientMemory``."""
         yield torch.empty_like

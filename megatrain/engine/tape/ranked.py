@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import SplitTensor, views, views_of_parts
-from megatrain.engine.device.host_io import sent_to_host
+from megatrain.engine.device.host_io import copy_to_host
 from megatrain.engine.head.loss import PartialMean
-from megatrain.engine.tape.leased import ShardingHooks, WeightPlace
+from megatrain.engine.tape.leased import ShardingHooks, WeightProvider
 from megatrain.engine.tape.pieces import LeasedParts, zero_gaps
 from megatrain.engine.unit.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.optim.clip import add_in_order, partial_squares
@@ -60,7 +60,7 @@ class Ranks(ShardingHooks):
         self._collectives, self._program = collectives, program
         self._execution, self._step_gradients = execution, gradients
         self.window = RankWindow(program)
-        self._turns = PartOrder(self._pass_unused)
+        self._turns = PartOrder(self._process_unused)
         self.weights: FullCopies = FullCopies(collectives, execution, self.window, self._turns)
         self.gradients: ExchangedGradients = ExchangedGradients(
             collectives, execution, gradients, self.window, self._turns
@@ -80,7 +80,7 @@ class Ranks(ShardingHooks):
 
     def before_visit(self, op: Op) -> None:
         """Record the parts that have a turn during the visit."""
-        self._turns.begin(self._parts_in_turn(op))
+        self._turns.begin(self._turn_keys(op))
 
     def after_visit(self) -> None:
         """Drop the finished visit's full copies, and the sums that an exchange sent during the visit."""
@@ -88,7 +88,7 @@ class Ranks(ShardingHooks):
         if op is None:
             return
         # Finish the remaining turns first, because they use this op's blocks and all ranks finish them here.
-        self._turns.pass_all(op)
+        self._turns.finish_turns(op)
         self.gradients.drop_sent_sums()
         self.weights.drop(op)
 
@@ -109,55 +109,55 @@ class Ranks(ShardingHooks):
         self.collect_results([layout], (), ())
 
     def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[PartialMean]
+        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], metrics: Sequence[PartialMean]
     ) -> Callable[[], HostResults]:
         """Exchange the results of all ranks immediately; see ``ShardingHooks``. Waits for all ranks and for the device.
 
         Args:
             layouts: Layouts with complete gradients, the same on all ranks. Layouts with a known norm are skipped.
             terms: Scalars whose sum is this rank's loss.
-            figures: This rank's contributions to the metrics of the loss.
+            metrics: This rank's contributions to the metrics of the loss.
         """
         self.window.wait_for_collectives()
-        known, shards = self._step_gradients.squared_norms, self._program.sharding.shards
-        layouts = [layout for layout in layouts if layout.name not in known]
-        partials = [each for layout in layouts for each in self.gradients.take_partials(layout)]
-        numbers = _concatenate_on_host([*terms, *(torch.as_tensor(figure.total) for figure in figures), *partials])
-        filled = {layout.name: self._step_gradients.filled(layout.name) for layout in layouts}
-        counts = [(figure.name, figure.count) for figure in figures]
-        records = self._collectives.gather_objects((len(terms), counts, numbers.numpy(), filled))
-        found = [torch.from_numpy(of_rank) for _, _, of_rank, _ in records]
-        positions = [count + len(of_rank) for count, of_rank, _, _ in records]
+        squared_norms, shards = self._step_gradients.squared_norms, self._program.sharding.shards
+        layouts = [layout for layout in layouts if layout.name not in squared_norms]
+        partials = [partial for layout in layouts for partial in self.gradients.take_partials(layout)]
+        values = _concatenate_on_host([*terms, *(torch.as_tensor(metric.total) for metric in metrics), *partials])
+        filled_sets = {layout.name: self._step_gradients.filled_params(layout.name) for layout in layouts}
+        counts = [(metric.name, metric.count) for metric in metrics]
+        records = self._collectives.gather_objects((len(terms), counts, values.numpy(), filled_sets))
+        rank_values = [torch.from_numpy(record_values) for _, _, record_values, _ in records]
+        positions = [count + len(record_values) for count, record_values, _, _ in records]
         for layout in layouts:
             squares: list[Tensor] = []
             # Iterate by part, then by rank. This is the order of elements, so the sum is bit-identical to one process.
-            for part in self._program.parts_of(layout):
-                for rank, of_rank in enumerate(found):
+            for part in self._program.layout_parts(layout):
+                for rank, record_values in enumerate(rank_values):
                     count = -(-len(shards.owned_range(part, rank)) // SHARD_BLOCK_ELEMENTS)
-                    squares.append(of_rank[positions[rank] : positions[rank] + count])
+                    squares.append(record_values[positions[rank] : positions[rank] + count])
                     positions[rank] += count
-            of_all = set[str]().union(*(names[layout.name] for *_, names in records))
-            self._step_gradients.record_complete(layout.name, add_in_order(torch.cat(squares)), of_all)
+            filled_params = set[str]().union(*(names[layout.name] for *_, names in records))
+            self._step_gradients.record_complete(layout.name, add_in_order(torch.cat(squares)), filled_params)
         all_terms: list[float] = []
-        all_figures: list[PartialMean] = []
-        for count, described, of_rank, _ in records:
-            all_terms += of_rank[:count].tolist()
-            for (name, weight), number in zip(described, of_rank[count:].tolist(), strict=False):
-                all_figures.append(PartialMean(name, number, weight))
-        return lambda: (all_terms, all_figures)
+        all_metrics: list[PartialMean] = []
+        for count, metric_counts, record_values, _ in records:
+            all_terms += record_values[:count].tolist()
+            for (name, weight), mean_total in zip(metric_counts, record_values[count:].tolist(), strict=False):
+                all_metrics.append(PartialMean(name, mean_total, weight))
+        return lambda: (all_terms, all_metrics)
 
-    def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
+    def _turn_keys(self, op: Op) -> Iterator[deque[str]]:
         """Yield the keys of the parts to gather or exchange while a visit's op runs, one deque per group."""
         for group in op.passing:
             keys = zip(group, self._execution.content_keys(op, group), strict=True)
-            found = deque(
+            turn_keys = deque(
                 key for use, key in keys if self.weights.has(key) or (self.gradients.has(key) and use.mode != "r")
             )
-            if found:
-                yield found
+            if turn_keys:
+                yield turn_keys
 
-    def _pass_unused(self, key: str) -> None:
-        with self.weights.part(key) if self.weights.has(key) else self.gradients.summed_part(key):
+    def _process_unused(self, key: str) -> None:
+        with self.weights.part(key) if self.weights.has(key) else self.gradients.part_sums(key):
             pass
 
 
@@ -166,28 +166,28 @@ class RankWindow:
 
     Attributes:
         device: Device of the leased shards, known after the first gather.
-        side: GPU stream for collectives that run concurrently with the layers; None if there is no such stream.
+        side_stream: GPU stream for collectives that run concurrently with the layers; None if there is no such stream.
         live_bytes: Current total bytes of full copies, sums and received data.
     """
 
     def __init__(self, program: StepProgram) -> None:
         self._gathers_ahead = program.sharding.gathers_ahead > 0
         self.device = torch.device("cpu")
-        self.side: Any = None
+        self.side_stream: Any = None
         self.live_bytes = self.peak_bytes = 0
 
     def start_step(self) -> None:
         """Reset the counter. Make both streams wait for each other, because a failed step may have left work queued."""
         self.live_bytes = 0
-        if self.side is not None:
-            self.side.wait_stream(torch.cuda.current_stream())
-            torch.cuda.current_stream().wait_stream(self.side)
+        if self.side_stream is not None:
+            self.side_stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.current_stream().wait_stream(self.side_stream)
 
     def find_device(self, device: torch.device) -> None:
         """Record the device of the leased shards."""
         self.device = device
-        if device.type == "cuda" and self._gathers_ahead and self.side is None:
-            self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device.type == "cuda" and self._gathers_ahead and self.side_stream is None:
+            self.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def count(self, nbytes: int) -> None:
         """Count allocated bytes. Pass a negative number for freed bytes."""
@@ -196,21 +196,21 @@ class RankWindow:
 
     def wait_for_model(self) -> None:
         """Make later collectives wait, on the device, for the work that the model has queued."""
-        if self.side is not None:
-            self.side.wait_stream(torch.cuda.current_stream())
+        if self.side_stream is not None:
+            self.side_stream.wait_stream(torch.cuda.current_stream())
 
     def wait_for_collectives(self) -> None:
         """Make the model's later work wait, on the device, for the queued collectives."""
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+        if self.side_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.side_stream)
 
     @contextmanager
-    def on_side_stream(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         """Queue all work of the context on the collectives' stream, if there is one."""
-        if self.side is None:
+        if self.side_stream is None:
             yield
             return
-        with torch.cuda.stream(self.side):
+        with torch.cuda.stream(self.side_stream):
             yield
 
     @contextmanager
@@ -218,14 +218,14 @@ class RankWindow:
         """Queue the context's collectives between the work that the model has queued and its later work."""
         # All collectives use one stream, so the device runs them in tape order.
         self.wait_for_model()
-        with self.on_side_stream():
+        with self.use_side_stream():
             yield
         self.wait_for_collectives()
 
     def event(self) -> Any:
         """Record and return an event on the collectives' stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self.side)
+        event.record(self.side_stream)
         return event
 
 
@@ -235,11 +235,11 @@ class PartOrder:
     The order does not depend on data: a part has a turn even if a rank has no rows or no gradient for the part.
 
     Args:
-        pass_unused: Function that gathers or exchanges a part that the model did not request, given the part's key.
+        process_unused: Function that gathers or exchanges a part that the model did not request, given the part's key.
     """
 
-    def __init__(self, pass_unused: Callable[[str], None]) -> None:
-        self._pass_unused = pass_unused
+    def __init__(self, process_unused: Callable[[str], None]) -> None:
+        self._process_unused = process_unused
         self._groups: deque[deque[str]] = deque()  # remaining turns of the current tick
 
     def clear(self) -> None:
@@ -252,30 +252,30 @@ class PartOrder:
 
     def advance_to(self, key: str, op: Op) -> None:
         """Advance to a part's turn. First gather or exchange all earlier parts, which the model did not request."""
-        self.advance_to_group_of(key, op)
+        self.advance_to_group(key, op)
         group = self._groups[0]
         while (turn := group.popleft()) != key:
-            self._pass_unused(turn)
+            self._process_unused(turn)
         if not group:
             self._groups.popleft()
 
-    def advance_to_group_of(self, key: str, op: Op) -> None:
+    def advance_to_group(self, key: str, op: Op) -> None:
         """Gather or exchange all remaining parts that come before a part's group."""
-        self._pass_groups(key)
+        self._process_groups(key)
         assert self._groups, f"{key} has no turn in {op}"
 
-    def pass_all(self, op: Op) -> None:
+    def finish_turns(self, op: Op) -> None:
         """Gather or exchange all remaining parts of an op's tick."""
-        self._pass_groups(None)
+        self._process_groups(None)
 
-    def _pass_groups(self, before: str | None) -> None:
-        while self._groups and before not in self._groups[0]:
+    def _process_groups(self, stop_key: str | None) -> None:
+        while self._groups and stop_key not in self._groups[0]:
             for turn in self._groups.popleft():
-                self._pass_unused(turn)
+                self._process_unused(turn)
 
 
 @dataclass(slots=True)
-class _CopiesOfTick:
+class _OpCopies:
     """Full copies of the weights that one tick uses.
 
     Attributes:
@@ -305,49 +305,49 @@ class _ExchangedSums:
     event: Any
 
 
-class FullCopies(WeightPlace):
-    """``WeightPlace`` that provides full copies of weights, gathered from the shards of all ranks."""
+class FullCopies(WeightProvider):
+    """``WeightProvider`` that provides full copies of weights, gathered from the shards of all ranks."""
 
     def __init__(
         self, collectives: Collectives, execution: TapeExecution, window: RankWindow, turns: PartOrder
     ) -> None:
         self._collectives, self._execution, self._window, self._turns = collectives, execution, window, turns
         self._graph, self._program = execution.model.graph, execution.model.program
-        self._places: dict[str, tuple[str, int]] = {}  # key -> layout, part
+        self._part_positions: dict[str, tuple[str, int]] = {}  # key -> layout, part
         for layout in self._graph.layouts.values():
             for part, key in enumerate(self._program.weight_keys(layout)):
-                self._places[key] = layout.name, part
-        self._full: dict[tuple[Phase, int], deque[_CopiesOfTick]] = {}  # tick that needs them -> copies, in order
+                self._part_positions[key] = layout.name, part
+        self._full_copies: dict[tuple[Phase, int], deque[_OpCopies]] = {}  # tick that needs them -> copies, in order
 
     def start_step(self) -> None:
         """Drop the copies of a failed step."""
-        self._full.clear()
+        self._full_copies.clear()
 
     def has(self, key: str) -> bool:
         """Return whether a key belongs to a weight."""
-        return key in self._places
+        return key in self._part_positions
 
     def gather(self, op: Op) -> None:
         """Gather the full copies of weights that a later visit needs."""
-        assert op.serves is not None, op
+        assert op.served_phase is not None, op
         program, keys = self._program, self._execution.content_keys(op, op.held)
-        names = dict.fromkeys(self._places[key][0] for key in keys)
-        full = _CopiesOfTick()
-        with self._window.on_side_stream():
+        names = dict.fromkeys(self._part_positions[key][0] for key in keys)
+        copies = _OpCopies()
+        with self._window.use_side_stream():
             with self._execution.lease(keys) as shards:
                 self._window.find_device(shards[keys[0]].device)
                 for layout in (self._graph.layouts[name] for name in names):
-                    own = [shards[key] for key in program.weight_keys(layout)]
+                    layout_shards = [shards[key] for key in program.weight_keys(layout)]
                     dtype = program.gathered_dtype(program.weight_keys(layout)[0])
                     copy = torch.empty(program.full_elements(layout), dtype=dtype, device=self._window.device)
                     self._window.count(copy.nbytes)
-                    full.tensors[layout.name] = copy
-                    full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
-            if self._window.side is not None:
-                full.event = self._window.event()
-        self._full.setdefault((op.serves, op.visit), deque()).append(full)
+                    copies.tensors[layout.name] = copy
+                    copies.works.append(self._gather_parts(copy, program.weight_parts(layout), layout_shards))
+            if self._window.side_stream is not None:
+                copies.event = self._window.event()
+        self._full_copies.setdefault((op.served_phase, op.visit), deque()).append(copies)
 
-    def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
+    def _gather_parts(self, copy: Tensor, parts: Sequence[range], shards: Sequence[Tensor]) -> Any:
         """Gather the parts of a layout. Return the last part's operation if it is asynchronous.
 
         Parts are gathered in order, because a part's padding can extend into the next part, which then overwrites it.
@@ -355,40 +355,40 @@ class FullCopies(WeightPlace):
         averages to the compute dtype.
         """
         work: Any = None
-        goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
-        for number, (part, shard) in enumerate(zip(parts, own, strict=True)):
-            place = _slice(copy, self._program.sharding.shards.gathered_range(part))
-            work = self._gather_part(place, shard, is_async=goes_on and number == len(parts) - 1)
+        can_overlap = self._program.sharding.gathers_ahead > 0 and self._window.side_stream is None
+        for index, (part, shard) in enumerate(zip(parts, shards, strict=True)):
+            target = _slice(copy, self._program.sharding.shards.gathered_range(part))
+            work = self._gather_part(target, shard, is_async=can_overlap and index == len(parts) - 1)
         return work
 
-    def _gather_part(self, place: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
-        """Gather a part into ``place``. Return the operation if it is asynchronous."""
+    def _gather_part(self, target: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
+        """Gather a part into ``target``. Return the operation if it is asynchronous."""
         shards = self._program.sharding.shards
-        mine = place.view(shards.size, -1)[shards.rank]
-        mine.copy_(shard)
-        return self._collectives.gather(place, mine, is_async=is_async)
+        own_shard = target.view(shards.size, -1)[shards.rank]
+        own_shard.copy_(shard)
+        return self._collectives.gather(target, own_shard, is_async=is_async)
 
     def drop(self, op: Op) -> None:
         """Drop the full copies of a finished visit."""
-        waiting = self._full.get((op.phase, op.visit))
-        if waiting:
-            full = waiting.popleft()
+        pending = self._full_copies.get((op.phase, op.visit))
+        if pending:
+            copies = pending.popleft()
             self._window.wait_for_model()  # wait, because the next gather reuses the memory
-            self._window.count(-sum(each.nbytes for each in full.tensors.values()))
+            self._window.count(-sum(tensor.nbytes for tensor in copies.tensors.values()))
 
     @contextmanager
     def for_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield parameters as views of full copies, or as parts to gather one at a time; see ``WeightPlace``."""
+        """Yield parameters as views of full copies, or as parts to gather one at a time; see ``WeightProvider``."""
         op = self._execution.current_op
         tensors: dict[str, Tensor | MatrixParts] = {}
         for layout in layouts:
-            if self._program.passes_weight(visit, layout.name):
+            if self._program.is_passing_weight(visit, layout.name):
                 keys = self._program.weight_keys(layout)
-                tensors[layout.entries[0].name] = LeasedParts(layout, keys, {}, self._part_in_turn)
+                tensors[layout.entries[0].name] = LeasedParts(layout, keys, {}, self._gather_in_turn)
             else:
-                full = self._full[op.phase, op.visit][0]
-                full.wait()
-                tensors.update(views(full.tensors[layout.name][: layout.num_elements], layout))
+                copies = self._full_copies[op.phase, op.visit][0]
+                copies.wait()
+                tensors.update(views(copies.tensors[layout.name][: layout.num_elements], layout))
         yield tensors
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
@@ -397,7 +397,7 @@ class FullCopies(WeightPlace):
             pass
 
     @contextmanager
-    def _part_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    def _gather_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         """Gather a part of a weight when its turn comes."""
         (key,) = keys
         self._turns.advance_to(key, self._execution.current_op)
@@ -407,8 +407,8 @@ class FullCopies(WeightPlace):
     @contextmanager
     def part(self, key: str) -> Iterator[Tensor]:
         """Gather a part of a weight. Call this only when it is the part's turn."""
-        name, number = self._places[key]
-        part = self._program.weight_parts_of(self._graph.layouts[name])[number]
+        name, index = self._part_positions[key]
+        part = self._program.weight_parts(self._graph.layouts[name])[index]
         with self._window.within_tick(), self._execution.lease([key]) as shards:
             self._window.find_device(shards[key].device)
             length = len(self._program.sharding.shards.gathered_range(part))
@@ -421,7 +421,7 @@ class FullCopies(WeightPlace):
 
 
 class ExchangedGradients:
-    """``GradientPlace`` that sums gradients in separate memory, then exchanges the sums between ranks.
+    """``GradientMemory`` that sums gradients in separate memory, then exchanges the sums between ranks.
 
     Each rank adds up all ranks' sums for the shards that it owns.
     """
@@ -437,40 +437,40 @@ class ExchangedGradients:
         self._collectives, self._execution, self._gradients = collectives, execution, gradients
         self._window, self._turns = window, turns
         self._graph, self._program = execution.model.graph, execution.model.program
-        self._places: dict[str, tuple[str, int, int]] = {}  # key -> layout, use site, part
+        self._part_positions: dict[str, tuple[str, int, int]] = {}  # key -> layout, use site, part
         for layout in self._graph.layouts.values():
-            for use in range(len(gradients.uses[layout.name])):
-                for part, key in enumerate(self._program.gradient_keys(layout, use)):
-                    self._places[key] = layout.name, use, part
-        self._sending: list[_ExchangedSums] = []  # sums that an exchange is sending
+            for use_site in range(len(gradients.uses[layout.name])):
+                for part, key in enumerate(self._program.gradient_keys(layout, use_site)):
+                    self._part_positions[key] = layout.name, use_site, part
+        self._pending_exchanges: list[_ExchangedSums] = []  # sums that an exchange is sending
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> one sum per range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> partial sums of squares
 
     def start_step(self) -> None:
         """Drop the sums of a failed step."""
-        self._sending.clear()
+        self._pending_exchanges.clear()
         self._sums.clear()
         self._partials.clear()
 
     def has(self, key: str) -> bool:
         """Return whether a key belongs to a gradient."""
-        return key in self._places
+        return key in self._part_positions
 
     def take_partials(self, layout: UnitLayout) -> list[Tensor]:
         """Remove and return partial sums of squares for this rank's shards of a gradient, by part."""
-        return [self._partials.pop((layout.name, part)) for part in range(len(self._program.parts_of(layout)))]
+        return [self._partials.pop((layout.name, part)) for part in range(len(self._program.layout_parts(layout)))]
 
     def drop_sent_sums(self) -> None:
         """Drop the sums that earlier exchanges sent."""
-        for leaving in self._sending:
-            torch.cuda.current_stream().wait_event(leaving.event)  # wait, because the next sums reuse the memory
-            self._window.count(-sum(each.nbytes for each in leaving.sums))
-        self._sending.clear()
+        for exchange in self._pending_exchanges:
+            torch.cuda.current_stream().wait_event(exchange.event)  # wait, because the next sums reuse the memory
+            self._window.count(-sum(tensor.nbytes for tensor in exchange.sums))
+        self._pending_exchanges.clear()
 
     @contextmanager
-    def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Yield fp32 sums over this rank's micro-batches. A later op exchanges the sums; see ``GradientPlace``."""
-        made: list[dict[str, Tensor]] = []  # memory by layout, for each open sum of lanes
+    def lease_sums(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
+        """Yield fp32 sums over this rank's micro-batches. A later op exchanges the sums; see ``GradientMemory``."""
+        memories: list[dict[str, Tensor]] = []  # memory by layout, for each open sum of lanes
 
         def make_accumulator() -> GradientAccumulator:
             memory = {
@@ -480,49 +480,49 @@ class ExchangedGradients:
                 for layout in layouts
             }
             self._window.count(sum(each.nbytes for each in memory.values()))
-            made.append(memory)
+            memories.append(memory)
             targets: dict[str, Tensor | SplitTensor] = {}
             for layout in layouts:
                 # Use the same pieces as a single process, because matmuls of different shapes can round differently.
-                parts = self._program.parts_of(layout)
+                parts = self._program.layout_parts(layout)
                 targets.update(views_of_parts([_slice(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
 
         accumulator = LaneAccumulator(self._gradients.lanes, make_accumulator(), make_accumulator)
         yield accumulator
-        left = [None if each is None else each.added for _, each in accumulator.close()]
-        while len(made) < len(left):  # lanes without a micro-batch
+        filled_sets = [None if each is None else each.added_names for _, each in accumulator.close()]
+        while len(memories) < len(filled_sets):  # lanes without a micro-batch
             make_accumulator()
-        for memory in made[len(left) :]:
+        for memory in memories[len(filled_sets) :]:
             self._window.count(-sum(each.nbytes for each in memory.values()))
         for layout in layouts:
-            use = self._gradients.use_of(layout.name, visit)
-            self._sums[layout.name, use] = [memory[layout.name] for memory in made[: len(left)]]
+            use_site = self._gradients.use_site(layout.name, visit)
+            self._sums[layout.name, use_site] = [memory[layout.name] for memory in memories[: len(filled_sets)]]
             names = {entry.name for entry in layout.entries}
-            for sums, added in zip(self._sums[layout.name, use], left, strict=True):
-                filled = names & (added or frozenset())
-                self._gradients.record_filled(layout.name, visit, filled)
-                zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
+            for sums, filled_set in zip(self._sums[layout.name, use_site], filled_sets, strict=True):
+                filled_params = names & (filled_set or frozenset())
+                self._gradients.record_filled(layout.name, visit, filled_params)
+                zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled_params)
 
     def exchange(self, op: Op) -> None:
         """Exchange gradient sums. Each rank adds up and stores the sums for the shards that it owns."""
         self._window.wait_for_model()  # wait until the model has computed the sums
-        sent: list[Tensor] = []
-        with self._window.on_side_stream():
+        sent_sums: list[Tensor] = []
+        with self._window.use_side_stream():
             for group in op.passing:
                 keys = self._execution.content_keys(op, group)
-                name, use, part = self._places[keys[0]]
-                parts = self._program.parts_of(self._graph.layouts[name])
+                name, site, part = self._part_positions[keys[0]]
+                parts = self._program.layout_parts(self._graph.layouts[name])
                 elements = self._program.sharding.shards.gathered_range(parts[part])
                 with self._execution.lease(keys) as tensors:
-                    self._exchange_part(keys, tensors, [_slice(each, elements) for each in self._sums[name, use]])
+                    self._exchange_part(keys, tensors, [_slice(memory, elements) for memory in self._sums[name, site]])
                 if part == len(parts) - 1:
-                    sent += self._sums.pop((name, use))
-                    if self._window.side is None:
-                        self._window.count(-sum(each.nbytes for each in sent))
-                        sent.clear()
-            if self._window.side is not None:
-                self._sending.append(_ExchangedSums(sent, self._window.event()))
+                    sent_sums += self._sums.pop((name, site))
+                    if self._window.side_stream is None:
+                        self._window.count(-sum(memory.nbytes for memory in sent_sums))
+                        sent_sums.clear()
+            if self._window.side_stream is not None:
+                self._pending_exchanges.append(_ExchangedSums(sent_sums, self._window.event()))
 
     def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor], sums: Sequence[Tensor]) -> None:
         """Sum a part's gradient at one use site over all ranks, and store this rank's shard.
@@ -531,106 +531,106 @@ class ExchangedGradients:
             keys: Key of the gradient, followed by the keys of other use sites' gradients to add.
             sums: One sum per range of this rank's lanes. Each contains the concatenated shards of all ranks.
         """
-        name, use, part = self._places[keys[0]]
-        elements = self._program.parts_of(self._graph.layouts[name])[part]
-        block, *others = (tensors[key] for key in keys)
-        owned = len(self._program.sharding.shards.owned_range(elements))
-        block.copy_(self._added(sums))
+        name, use_site, part = self._part_positions[keys[0]]
+        elements = self._program.layout_parts(self._graph.layouts[name])[part]
+        block, *other_gradients = (tensors[key] for key in keys)
+        num_owned = len(self._program.sharding.shards.owned_range(elements))
+        block.copy_(self._exchange_sums(sums))
         # Zero the padding, because the sums contain elements of the next part there.
-        block[owned:].zero_()
-        if use > 0:
+        block[num_owned:].zero_()
+        if use_site > 0:
             return
         # The backward reaches the first use site last, so the sums of all sites are now complete.
-        self._gradients.add_uses(block, others)
-        self._partials[name, part] = partial_squares(block[:owned], self._gradients.threads)
+        self._gradients.add_uses(block, other_gradients)
+        self._partials[name, part] = partial_squares(block[:num_owned], self._gradients.threads)
 
-    def _added(self, sums: Sequence[Tensor]) -> Tensor:
+    def _exchange_sums(self, sums: Sequence[Tensor]) -> Tensor:
         """Exchange sums, and return the sum over all lanes for this rank's shard of a part.
 
         Args:
             sums: One sum [ranks * N] per range of this rank's lanes, containing the concatenated shards of all ranks.
         """
         lanes = self._program.sharding.lanes
-        of_ranks = [lanes.rank_sums(each) for each in range(lanes.size)]
+        rank_nodes = [lanes.rank_sums(rank) for rank in range(lanes.size)]
         length = sums[0].numel() // lanes.size
         received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
         self._window.count(received.nbytes)
-        found: dict[Subtree, Tensor] = {}
+        node_sums: dict[Subtree, Tensor] = {}
         start = 0
-        for number in range(max(map(len, of_ranks))):
-            lengths = [length * (number < len(nodes)) for nodes in of_ranks]
-            stop = start + sum(lengths)
-            own = sums[number] if number < len(sums) else received[:0]
-            sent = [length * (number < len(sums))] * lanes.size
-            self._collectives.exchange(received[start:stop], own, lengths, sent)
+        for index in range(max(map(len, rank_nodes))):
+            receive_lengths = [length * (index < len(nodes)) for nodes in rank_nodes]
+            stop = start + sum(receive_lengths)
+            outgoing = sums[index] if index < len(sums) else received[:0]
+            send_lengths = [length * (index < len(sums))] * lanes.size
+            self._collectives.exchange(received[start:stop], outgoing, receive_lengths, send_lengths)
             rows = iter(received[start:stop].view(-1, length))
-            found.update((nodes[number], next(rows)) for nodes in of_ranks if number < len(nodes))
+            node_sums.update((nodes[index], next(rows)) for nodes in rank_nodes if index < len(nodes))
             start = stop
         self._window.count(-received.nbytes)
-        return total(0, lanes.count, found, Tensor.add_)
+        return total(0, lanes.count, node_sums, Tensor.add_)
 
     @contextmanager
-    def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
-        """Yield memory for the sums of a gradient's part. On exit, exchange them in turn; see ``GradientPlace``."""
+    def part(self, layout: UnitLayout, visit: int, index: int, key: str) -> Iterator[list[Tensor]]:
+        """Yield memory for the sums of a gradient's part. On exit, exchange them in turn; see ``GradientMemory``."""
         op = self._execution.current_op
-        self._turns.advance_to_group_of(key, op)
-        with self.summed_part(key, before=lambda: self._turns.advance_to(key, op)) as sums:
+        self._turns.advance_to_group(key, op)
+        with self.part_sums(key, wait_for_turn=lambda: self._turns.advance_to(key, op)) as sums:
             yield sums
 
     @contextmanager
-    def summed_part(self, key: str, before: Callable[[], None] = lambda: None) -> Iterator[list[Tensor]]:
+    def part_sums(self, key: str, wait_for_turn: Callable[[], None] = lambda: None) -> Iterator[list[Tensor]]:
         """Yield zeroed memory for the sums of one part of a gradient. Exchange the sums on exit.
 
         Args:
-            before: Function called after the sums are complete and before the exchange.
+            wait_for_turn: Function called after the sums are complete and before the exchange.
         """
-        name, use, number = self._places[key]
+        name, use_site, index = self._part_positions[key]
         layout = self._graph.layouts[name]
-        part = self._program.parts_of(layout)[number]
+        part = self._program.layout_parts(layout)[index]
         shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shards.gathered_range(part))
         memory = torch.zeros(shape, dtype=torch.float32, device=self._window.device)
         self._window.count(memory.nbytes)
-        yield [each[: len(part)] for each in memory]
-        before()
-        others = range(1, len(self._gradients.uses[name])) if use == 0 else ()
-        keys = [key, *(self._program.gradient_keys(layout, other)[number] for other in others)]
+        yield [row[: len(part)] for row in memory]
+        wait_for_turn()
+        other_sites = range(1, len(self._gradients.uses[name])) if use_site == 0 else ()
+        keys = [key, *(self._program.gradient_keys(layout, site)[index] for site in other_sites)]
         with self._window.within_tick(), self._execution.lease(keys) as tensors:
             self._exchange_part(keys, tensors, list(memory))
         self._window.count(-memory.nbytes)
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield a function that allocates open sums. Their memory is counted until exit; see ``GradientPlace``."""
-        made = 0
+        """Yield a function that allocates open sums. Their memory is counted until exit; see ``GradientMemory``."""
+        allocated_bytes = 0
 
-        def make(like: Tensor) -> Tensor:
-            nonlocal made
-            memory = torch.empty_like(like)
-            made += memory.nbytes
+        def allocate(tensor: Tensor) -> Tensor:
+            nonlocal allocated_bytes
+            memory = torch.empty_like(tensor)
+            allocated_bytes += memory.nbytes
             self._window.count(memory.nbytes)
             return memory
 
-        yield make
-        self._window.count(-made)
+        yield allocate
+        self._window.count(-allocated_bytes)
 
 
 def _concatenate_on_host(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors in double precision on the host. Tensors on a device need one copy and one host sync."""
     if not tensors:
         return torch.empty(0, dtype=torch.float64)
-    numbers = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
-    if not numbers.is_cuda:
-        return numbers
-    host, arrived = sent_to_host(numbers)
-    arrived.synchronize()
-    return host
+    values = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
+    if not values.is_cuda:
+        return values
+    host_values, event = copy_to_host(values)
+    event.synchronize()
+    return host_values
 
 
 def _slice(tensor: Tensor, elements: range) -> Tensor:
     return tensor[elements.start : elements.stop]
 
 
-def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
+def program_properties(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
     """Return the properties on which all ranks must agree, by name. They determine the order of collectives.
 
     Homes of blocks can differ between ranks, because they do not affect this order.
@@ -641,10 +641,10 @@ def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, 
         "kept graphs": str(sorted(program.recompute.kept_graphs)),
         "updates": "after the norm of a whole step" if updates.are_deferred else "in the backward",
     }
-    for number, tick in enumerate(program.ticks):
+    for index, tick in enumerate(program.ticks):
         # Skip deferred updates: they issue no collectives, and their position depends on the memory of each rank.
         if tick.phase != "update" or not updates.are_deferred:
-            blocks = [program.contents(number, key) for key, _ in tick.uses]
-            sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
-            parts[f"op {len(parts)}"] = " ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes])
+            blocks = [program.contents(index, key) for key, _ in tick.uses]
+            sizes = [f"{b.key} [{b.num_elements}] {b.dtype}" for b in blocks if b.kind != "activations"]
+            parts[f"op {len(parts)}"] = " ".join([f"{tick.phase} {tick.visit}", tick.served_phase or "", *sizes])
     return parts

@@ -12,7 +12,7 @@ from megatrain.engine.head.objective import Objective
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
-    from megatrain.engine.program.step_program import Stays, StepProgram
+    from megatrain.engine.program.step_program import NextUses, StepProgram
     from megatrain.engine.program.visit_trace import VisitTrace
     from megatrain.engine.unit.compiled_layers import LayerCompiler
     from megatrain.models.graph import ModelGraph
@@ -32,7 +32,7 @@ class StreamedModel:
     program: StepProgram
     homes: Mapping[str, str]
     device: torch.device
-    stays: Stays = field(default_factory=dict)
+    stays: NextUses = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.engine.program.step_program import ModelPhase, Phase, Stays, StepProgram
+    from megatrain.engine.program.step_program import ModelPhase, NextUses, Phase, StepProgram
     from tiered import Mode, TieredStore
 
 
@@ -61,17 +61,17 @@ class Use:
 
     Attributes:
         was_pinned: Whether an earlier use left the copy pinned.
-        fetches: Whether the lease first fetches the contents from home.
+        needs_fetch: Whether the lease first fetches the contents from home.
         release: Action on the copy when the lease ends.
-        writes_back: Whether the contents are written back to home after the lease.
+        needs_write_back: Whether the contents are written back to home after the lease.
     """
 
     key: str
     mode: Mode
     was_pinned: bool
-    fetches: bool
+    needs_fetch: bool
     release: Release
-    writes_back: bool
+    needs_write_back: bool
 
 
 def follow(
@@ -121,7 +121,7 @@ class Op:
     tier: str
     held: tuple[Use, ...]
     passing: tuple[tuple[Use, ...], ...]
-    serves: ModelPhase | None = None
+    served_phase: ModelPhase | None = None
     bytes_outside: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -145,16 +145,16 @@ class Tape:
         """Yield (key, source tier, destination tier) for all transfers, in order."""
         for op in self.ops:
             for use in op.uses:
-                if use.fetches:
+                if use.needs_fetch:
                     yield use.key, homes[use.key], op.tier
-                if use.writes_back:
+                if use.needs_write_back:
                     yield use.key, op.tier, homes[use.key]
 
 
 def compile_step(
     program: StepProgram,
     homes: Mapping[str, str],
-    stays: Stays,
+    stays: NextUses,
     *,
     updates: bool = True,
     passes: bool = True,
@@ -168,31 +168,31 @@ def compile_step(
         passes: Whether to include all other ticks.
         pinned: Copies that the previous tape left pinned.
     """
-    chosen = program.chosen_ticks(updates=updates, passes=passes)
-    tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
+    ticks = program.select_ticks(updates=updates, passes=passes)
+    tiers = {index: program.tick_tier(tick, homes) for index, tick in ticks.items()}
     accesses: dict[str, list[BlockUse]] = {}
-    for number, tick in chosen.items():
+    for index, tick in ticks.items():
         for key, mode in tick.uses:
-            stop = stays.get((number, key))
+            stop = stays.get((index, key))
             # Pin for the next step only if this tape has passes. The tape after the last step has only updates.
-            is_pinned = stop is not None and (stop in chosen if stop > number else passes)
-            accesses.setdefault(key, []).append(BlockUse(number, mode, tiers[number], key in tick.spent, is_pinned))
-    left = dict(pinned or {})
+            is_pinned = stop is not None and (stop in ticks if stop > index else passes)
+            accesses.setdefault(key, []).append(BlockUse(index, mode, tiers[index], key in tick.spent, is_pinned))
+    pinned_copies = dict(pinned or {})
     uses: dict[tuple[int, str], Use] = {}
-    for key, of_key in accesses.items():
-        found, last = follow(key, of_key, homes[key], left.pop(key, None))
-        if last is not None:
-            left[key] = last
-        uses.update(((access.tick, key), use) for access, use in zip(of_key, found, strict=True))
+    for key, key_accesses in accesses.items():
+        key_uses, last_copy = follow(key, key_accesses, homes[key], pinned_copies.pop(key, None))
+        if last_copy is not None:
+            pinned_copies[key] = last_copy
+        uses.update(((access.tick, key), use) for access, use in zip(key_accesses, key_uses, strict=True))
     ops: list[Op] = []
-    for number, tick in chosen.items():
-        held = tuple(uses[number, key] for key, _ in tick.held)
-        passing = tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing)
-        if tick.phase == "update" and all(homes[key] == tiers[number] for key, _ in tick.uses):
-            held, passing = (*held, *(use for group in passing for use in group)), ()  # no part waits for memory
-        bytes_outside = program.bytes_outside_blocks(number)
-        ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves, bytes_outside))
-    return Tape(tuple(ops), left)
+    for index, tick in ticks.items():
+        held_uses = tuple(uses[index, key] for key, _ in tick.held)
+        groups = tuple(tuple(uses[index, key] for key, _ in group) for group in tick.passing)
+        if tick.phase == "update" and all(homes[key] == tiers[index] for key, _ in tick.uses):
+            held_uses, groups = (*held_uses, *chain.from_iterable(groups)), ()  # no part waits for memory
+        bytes_outside = program.bytes_outside_blocks(index)
+        ops.append(Op(index, tick.phase, tick.visit, tiers[index], held_uses, groups, tick.served_phase, bytes_outside))
+    return Tape(tuple(ops), pinned_copies)
 
 
 class TapeStore:
@@ -202,13 +202,13 @@ class TapeStore:
         self._store, self._homes = store, homes
         self._pinned: dict[str, str] = {}  # key -> tier of its pinned copy
 
-    def leased(self, uses: Iterable[Use]) -> None:
+    def unpin_copies(self, uses: Iterable[Use]) -> None:
         """Unpin the copies that were pinned for these uses. Call this within the leases, which protect the copies."""
         for use in uses:
             if use.was_pinned:
                 self._store.unpin(use.key, self._pinned.pop(use.key))
 
-    def skipped(self, use: Use, tier: str) -> None:
+    def skip_lease(self, use: Use, tier: str) -> None:
         """Skip a planned lease. A prefetched copy is kept if the tape pins the copy, and otherwise evicted.
 
         A skipped lease fetches nothing. If the tape pins the copy, its slot is pinned, with or without contents. The
@@ -227,15 +227,15 @@ class TapeStore:
         for name in (tier, *self._store.tiers_between(self._homes[use.key], tier)):
             self._store.evict(use.key, name)
 
-    def released(self, uses: Sequence[Use], tier: str) -> None:
+    def release_copies(self, uses: Sequence[Use], tier: str) -> None:
         """Pin, evict or discard copies as the tape specifies. Call this after the leases have ended."""
         # Skip blocks at home first. The discards of a layer's gradients are then adjacent and need one call.
-        leaving = (use for use in uses if use.release is not Release.HOME)
-        for release, same in groupby(leaving, lambda use: use.release):
+        released_uses = (use for use in uses if use.release is not Release.HOME)
+        for release, group in groupby(released_uses, lambda use: use.release):
             if release is Release.DISCARD:
-                self._store.discard(*(use.key for use in same))
+                self._store.discard(*(use.key for use in group))
             else:
-                for use in same:
+                for use in group:
                     self._keep_or_evict(use, tier)
 
     def _keep_or_evict(self, use: Use, tier: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatrain.engine.device.host_io import PendingScalars
-from megatrain.engine.program.visit_trace import uses_of_layouts
+from megatrain.engine.program.visit_trace import layout_uses
 from megatrain.optim.base import MatrixOptimizer, Segment, Update
 from megatrain.optim.by_tier import optimizers_by_tier
 from megatrain.optim.clip import global_norm, gradient_scale
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatrain.optim.on_device import UpdateTable
 
 
-def weight_is_split(graph: ModelGraph) -> bool:
+def has_split_weights(graph: ModelGraph) -> bool:
     """Return whether weights are the bf16 high halves of fp32 masters. ``low`` blocks then contain the low halves."""
     return graph.dtype.itemsize == 2
 
@@ -41,30 +41,30 @@ class LayerScales:
 
     Attributes:
         num_used: Number of layers whose gradients are used.
-        left_out: Names of the layers whose gradients were not finite and are not used, in order of the backward.
+        skipped_layers: Names of the layers whose gradients were not finite and are not used, in order of the backward.
     """
 
     def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
         self._max_grad_norm, self._nonfinite = max_grad_norm, nonfinite
-        self._checks_norm = max_grad_norm > 0 or nonfinite != "ignore"
-        self._arriving: dict[str, PendingScalars] = {}
+        self._needs_norm = max_grad_norm > 0 or nonfinite != "ignore"
+        self._norms: dict[str, PendingScalars] = {}
         self.num_used = 0
-        self.left_out: list[str] = []
+        self.skipped_layers: list[str] = []
 
-    def record_norm(self, layout: str, squared: float | torch.Tensor) -> None:
+    def record_norm(self, layout: str, squared_norm: float | torch.Tensor) -> None:
         """Record a complete gradient's squared norm. If it is a device scalar, queue its transfer to the host."""
-        if self._checks_norm:
-            self._arriving[layout] = PendingScalars([squared])
+        if self._needs_norm:
+            self._norms[layout] = PendingScalars([squared_norm])
 
     def scale(self, layout: str) -> float | None:
         """Wait for a layer's norm. Return the factor by which to scale the gradient, or None to skip the update."""
         scale: float | None = 1.0
-        if self._checks_norm:
-            norm = global_norm(self._arriving.pop(layout).read())
+        if self._needs_norm:
+            norm = global_norm(self._norms.pop(layout).read())
             scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
         if scale is None:
-            self.left_out.append(layout)
-        if self.left_out and self._nonfinite == "stop":
+            self.skipped_layers.append(layout)
+        if self.skipped_layers and self._nonfinite == "stop":
             return None
         self.num_used += scale is not None
         return scale
@@ -95,18 +95,18 @@ class PendingUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class _UpdatedPart:
+class _PartUpdate:
     """Inputs and outputs for updating one part of a layout.
 
     Attributes:
         states: Pairs (kind of state, key of its block).
-        within: Range of the part's elements in the weight's block; None for the whole block.
+        weight_range: Range of the part's elements in the weight's block; None for the whole block.
         segments: Pairs (parameter, segment of the part to update).
     """
 
     states: Sequence[tuple[str, str]]
     weight: str
-    within: range | None
+    weight_range: range | None
     gradient: str
     segments: Sequence[tuple[str, Segment]]
 
@@ -117,7 +117,7 @@ class Updater:
     Attributes:
         trained: Trained layouts with their segments, by index of the layout.
         optimizers: Optimizers by tier.
-        by_tables: Subset of ``optimizers`` that can update many parts in one launch.
+        table_optimizers: Subset of ``optimizers`` that can update many parts in one launch.
         matrices: Orthogonalizer on the device for updates in RAM; None if updates do not use one.
     """
 
@@ -125,18 +125,18 @@ class Updater:
         graph, program = model.graph, model.program
         assert recipe.device_optimizer is not None or not program.updates.in_compute_tier, program.compute_tier
         optimizers = optimizers_by_tier(recipe.optimizer, recipe.device_optimizer, program.compute_tier, model.device)
-        uses = uses_of_layouts(graph, model.trace)
+        uses = layout_uses(graph, model.trace)
         self.trained = {
             index: (layout, tuple(recipe.segments(layout)))
             for index, layout in enumerate(graph.layouts.values())
             if layout.trainable and uses[layout.name]
         }
         self._program, self.optimizers = program, optimizers
-        self._parts: dict[tuple[int, int], _UpdatedPart] = {}
-        self.by_tables = {name: each for name, each in optimizers.items() if isinstance(each, TableOptimizer)}
+        self._parts: dict[tuple[int, int], _PartUpdate] = {}
+        self.table_optimizers = {name: each for name, each in optimizers.items() if isinstance(each, TableOptimizer)}
         #: For each layout, by index: addresses of its blocks, parameters with a gradient, and the resulting tables.
         self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
-        kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
+        kinds = optimizers["ram"].state_kinds(has_split_weights(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
         self.matrices: DeviceOrthogonalizer | None = None
         self._matrix_names: frozenset[str] = frozenset()
@@ -154,19 +154,19 @@ class Updater:
         tier: str,
         tensors: Mapping[str, torch.Tensor],
         update: Update,
-        filled: Container[str],
+        filled_params: Container[str],
     ) -> None:
         """Update one part of a layout.
 
         Args:
             tensors: Weight of the layout, and state and gradient of the part, by block key.
-            filled: Parameters that have a gradient.
+            filled_params: Parameters that have a gradient.
         """
-        optimizer, own = self.optimizers[tier], self.inputs_of_part(index, part, tensors, filled)
+        optimizer, inputs = self.optimizers[tier], self.part_inputs(index, part, tensors, filled_params)
         if self.matrices is not None and isinstance(optimizer, MatrixOptimizer):
-            update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
+            update_by_matrix(optimizer, self.matrices, self._is_matrix, *inputs, update)
         else:
-            optimizer.update(*own, update)
+            optimizer.update(*inputs, update)
 
     def update_layout(
         self,
@@ -175,58 +175,59 @@ class Updater:
         tier: str,
         tensors: Mapping[str, torch.Tensor],
         update: Update,
-        filled: Container[str],
+        filled_params: Container[str],
     ) -> None:
         """Update all parts of a layout, with tables if the optimizer supports them.
 
         Args:
             tensors: All blocks of the layout, by key. The caller has leased them.
         """
-        if (optimizer := self.by_tables.get(tier)) is not None:
+        if (optimizer := self.table_optimizers.get(tier)) is not None:
             addresses = optimizer.addresses(tensors.values())
-            known = self._tables.get(index)
-            if known is None or known[:2] != (addresses, filled):
-                groups = [self.inputs_of_part(index, part, tensors, filled) for part in range(num_parts)]
-                known = self._tables[index] = addresses, filled, optimizer.make_tables(groups)
-            if known[2] is not None:
-                optimizer.update_by_tables(known[2], update)
+            cached = self._tables.get(index)
+            if cached is None or cached[:2] != (addresses, filled_params):
+                groups = [self.part_inputs(index, part, tensors, filled_params) for part in range(num_parts)]
+                cached = self._tables[index] = addresses, filled_params, optimizer.make_tables(groups)
+            if cached[2] is not None:
+                optimizer.update_by_tables(cached[2], update)
                 return
         for part in range(num_parts):
-            self.update(index, part, tier, tensors, update, filled)
+            self.update(index, part, tier, tensors, update, filled_params)
 
     def _is_matrix(self, segment: Segment) -> bool:
         return segment.name in self._matrix_names
 
-    def inputs_of_part(
-        self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
+    def part_inputs(
+        self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled_params: Container[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
         """Return a part's blocks by kind, the part's gradient, and the segments to update."""
-        own = self._parts.get((index, part))
-        if own is None:
-            own = self._parts[index, part] = self._updated_part(index, part)
-        blocks = {state: tensors[key] for state, key in own.states}
-        weight = tensors[own.weight]
-        blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
+        inputs = self._parts.get((index, part))
+        if inputs is None:
+            inputs = self._parts[index, part] = self._make_part_update(index, part)
+        blocks = {state: tensors[key] for state, key in inputs.states}
+        weight = tensors[inputs.weight]
+        span = inputs.weight_range
+        blocks["weight"] = weight if span is None else weight[span.start : span.stop]
         # As in torch, a parameter without a gradient is not updated at all, not even by weight decay.
-        chosen = [segment for parameter, segment in own.segments if parameter in filled]
-        return blocks, tensors[own.gradient], chosen
+        segments = [segment for parameter, segment in inputs.segments if parameter in filled_params]
+        return blocks, tensors[inputs.gradient], segments
 
-    def _updated_part(self, index: int, part: int) -> _UpdatedPart:
+    def _make_part_update(self, index: int, part: int) -> _PartUpdate:
         """Return the inputs and outputs for the update of one part."""
         layout, segments = self.trained[index]
-        inside = self._program.owned_parts_of(layout)[part]
+        elements = self._program.owned_layout_parts(layout)[part]
         weights = self._program.weight_keys(layout)
-        is_cut = len(weights) == len(self._program.parts_of(layout))
+        is_cut = len(weights) == len(self._program.layout_parts(layout))
         names = {entry.offset: entry.name for entry in layout.entries}
-        return _UpdatedPart(
+        return _PartUpdate(
             [(state, self._program.state_keys(layout, state)[part]) for state in self._states],
             weights[part if is_cut else 0],
-            None if is_cut else inside,
+            None if is_cut else elements,
             self._program.gradient_keys(layout, 0)[part],
             [
-                (names[segment.start], segment if len(inside) == layout.num_elements else segment.within(inside))
+                (names[segment.start], segment if len(elements) == layout.num_elements else segment.within(elements))
                 for segment in segments
-                if segment.start < inside.stop and segment.stop > inside.start
+                if segment.start < elements.stop and segment.stop > elements.start
             ],
         )
 
@@ -244,36 +245,36 @@ class UpdateOps:
         if not program.updates.are_deferred or program.compute_tier == "ram":
             return False
         keys = (key for tick in program.ticks if tick.phase == "update" for key, _ in tick.uses)
-        return program.compute_tier in updater.by_tables and all(
+        return program.compute_tier in updater.table_optimizers and all(
             self._homes[key] == program.compute_tier for key in keys
         )
 
-    def layout_of(self, op: Op) -> UnitLayout:
+    def op_layout(self, op: Op) -> UnitLayout:
         """Return the layout that an update op updates."""
         return self._updater.trained[op.visit][0]
 
     def run(self, op: Op, pending: PendingUpdate) -> None:
         """Run an update op, one part at a time."""
-        layout = self.layout_of(op)
+        layout = self.op_layout(op)
         # With separate factors, `for_layout` waits for the layer's norm. Call it only once per layer.
-        update, filled = pending.for_layout(layout.name), pending.with_gradient[layout.name]
-        parts = self._program.parts_of(layout)
-        if update is not None and self._overlaps_device(op):
-            self._run_in_background(op, update, len(parts), filled)
+        update, filled_params = pending.for_layout(layout.name), pending.with_gradient[layout.name]
+        parts = self._program.layout_parts(layout)
+        if update is not None and self._can_overlap_device(op):
+            self._run_in_background(op, update, len(parts), filled_params)
             return
         if op.tier == "ram":
             # Wait, because the plan has scratch memory for only one update on the host at a time.
             self._execution.background.wait()
         # Lease the blocks even if the update is skipped, because traffic must not depend on data.
-        with self._execution.lease(self._execution.content_keys(op, op.held)) as held:
+        with self._execution.lease(self._execution.content_keys(op, op.held)) as held_blocks:
             if not op.passing and update is not None:
-                self._updater.update_layout(op.visit, len(parts), op.tier, held, update, filled)
+                self._updater.update_layout(op.visit, len(parts), op.tier, held_blocks, update, filled_params)
             for part, group in enumerate(op.passing):
-                with self._execution.lease(self._execution.content_keys(op, group)) as passing:
+                with self._execution.lease(self._execution.content_keys(op, group)) as blocks:
                     if update is not None:
-                        self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
+                        self._updater.update(op.visit, part, op.tier, {**held_blocks, **blocks}, update, filled_params)
 
-    def _overlaps_device(self, op: Op) -> bool:
+    def _can_overlap_device(self, op: Op) -> bool:
         """Return whether a host update can run while a device computes the next layers.
 
         All blocks of the update must be at home in RAM, so that longer leases do not reduce the memory for other
@@ -282,7 +283,7 @@ class UpdateOps:
         is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
         return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
 
-    def _run_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
+    def _run_in_background(self, op: Op, update: Update, num_parts: int, filled_params: Container[str]) -> None:
         """Start an update on the background thread.
 
         This method leases the blocks at the update's position in the tape, so that no other op can change them. The
@@ -292,8 +293,8 @@ class UpdateOps:
         assert not op.passing, op
         tensors = leases.enter_context(self._execution.lease(self._execution.content_keys(op, op.held)))
 
-        def run() -> None:
+        def run_update() -> None:
             with leases:
-                updater.update_layout(op.visit, num_parts, op.tier, tensors, update, filled)
+                updater.update_layout(op.visit, num_parts, op.tier, tensors, update, filled_params)
 
-        self._execution.background.start([use.key for use in op.held], run)
+        self._execution.background.start([use.key for use in op.held], run_update)

@@ -68,11 +68,7 @@ class AbsentWeight(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in METADATA_QUERIES | {"__get__", "__repr__"}:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -93,20 +89,20 @@ class AbsentWeight(Tensor):
                 f"weight cannot be streamed. Reads of up to {_MAX_READ_ELEMENTS:,} elements can",
             )
         unit, owner = self.site
-        given = (WeightRead(owner),) if rows is None else (WeightRead(owner), rows)
-        result: Tensor = suspend(UnitCall(unit, given, {}, None))
+        call_args = (WeightRead(owner),) if rows is None else (WeightRead(owner), rows)
+        result: Tensor = suspend(UnitCall(unit, call_args, {}, None))
         return result
 
 
 def _call_with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read the values of absent weights among the arguments, and call a torch function with these values."""
-    first = args[0] if args else None
-    if isinstance(first, AbsentWeight):
-        found = _requested_rows(func, first, args[1:], kwargs)
-        if found is not None:
-            rows, rest = found
-            values = first.read_values(func, rows)
-            return values[rest] if rest else values
+    weight = args[0] if args else None
+    if isinstance(weight, AbsentWeight):
+        request = _requested_rows(func, weight, args[1:], kwargs)
+        if request is not None:
+            rows, inner_index = request
+            values = weight.read_values(func, rows)
+            return values[inner_index] if inner_index else values
     return func(
         *tree_map(args, lambda item: item.read_values(func) if isinstance(item, AbsentWeight) else item),
         **tree_map(kwargs, lambda item: item.read_values(func) if isinstance(item, AbsentWeight) else item),
@@ -117,25 +113,25 @@ def _requested_rows(
     func: Callable[..., Any], weight: AbsentWeight, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...]] | None:
     """Return which rows of a weight an indexing function reads, and the rest of the index. None for other functions."""
-    name, count = getattr(func, "__name__", ""), len(weight)
+    name, num_rows = getattr(func, "__name__", ""), len(weight)
 
-    def row(index: int) -> Tensor:
-        if not -count <= index < count:
-            raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
+    def make_index(index: int) -> Tensor:
+        if not -num_rows <= index < num_rows:
+            raise IndexError(f"index {index} is out of bounds for dimension 0 with size {num_rows}")
         # Do not use `torch.tensor`, because on a device its copy would synchronize the host.
-        return torch.full((), index % count, dtype=torch.long, device=weight.device)
+        return torch.full((), index % num_rows, dtype=torch.long, device=weight.device)
 
     if name == "__getitem__":
-        index, *rest = args[0] if isinstance(args[0], tuple) else (args[0],)
+        index, *inner_index = args[0] if isinstance(args[0], tuple) else (args[0],)
         if isinstance(index, int) and not isinstance(index, bool):
-            return row(index), tuple(rest)
-        if isinstance(index, slice) and not rest:
-            return torch.arange(*index.indices(count), device=weight.device), ()
-        if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and not rest:
+            return make_index(index), tuple(inner_index)
+        if isinstance(index, slice) and not inner_index:
+            return torch.arange(*index.indices(num_rows), device=weight.device), ()
+        if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and not inner_index:
             return index, ()
     elif name in ("select", "index_select", "narrow") and not kwargs and args[0] in (0, -weight.dim()):
         if name == "select":
-            return row(args[1]), ()
+            return make_index(args[1]), ()
         if name == "index_select":
             return args[1], ()
         return torch.arange(args[1], args[1] + args[2], device=weight.device), ()
@@ -149,6 +145,6 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
     """Return a placeholder for `parameter` on `device`, which uses the memory of one element."""
-    absent = Tensor._make_subclass(AbsentWeight, placeholder(parameter.shape, parameter.dtype, device))
-    assert isinstance(absent, AbsentWeight)
-    return absent
+    weight = Tensor._make_subclass(AbsentWeight, placeholder(parameter.shape, parameter.dtype, device))
+    assert isinstance(weight, AbsentWeight)
+    return weight

@@ -25,17 +25,17 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
         container: Function that returns a replacement for a list or mapping, or None to rebuild it.
     """
     if isinstance(value, _CONTAINERS):
-        if container is not None and (ready := container(value)) is not None:
-            return ready
+        if container is not None and (replacement := container(value)) is not None:
+            return replacement
         if type(value) is dict:
             return {key: tree_map(item, leaf, container) for key, item in value.items()}
         if type(value) is list:
             return [tree_map(item, leaf, container) for item in value]
-        rebuilt = copy.copy(value)  # keeps the class, e.g. ModelOutput, and its attributes
+        result = copy.copy(value)  # keeps the class, e.g. ModelOutput, and its attributes
         items = enumerate(value) if isinstance(value, list) else value.items()
         for key, item in list(items):
-            rebuilt[key] = tree_map(item, leaf, container)
-        return rebuilt
+            result[key] = tree_map(item, leaf, container)
+        return result
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         parts = [tree_map(item, leaf, container) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -46,21 +46,21 @@ _CONTAINERS = (list, dict, UserDict)  # transformers shares keys and values betw
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorAt:
+class _TensorRef:
     """Reference to tensor number `index` of a captured call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class _OutputAt:
+class _OutputRef:
     """Reference to differentiable output number `index` of a unit."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class _ContainerAt:
+class _ContainerRef:
     """Reference to container number `index` of a captured call."""
 
     index: int
@@ -73,23 +73,23 @@ class RebuiltArguments:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     containers: list[Any]
-    tensor_index: dict[int, int]
-    before: list[Any] = field(default_factory=list)
+    tensor_indexes: dict[int, int]
+    snapshots: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.before = [copy.copy(container) for container in self.containers]
+        self.snapshots = [copy.copy(container) for container in self.containers]
 
-    def mutated(self) -> dict[int, Any]:
+    def changed_containers(self) -> dict[int, Any]:
         """Return the containers that the unit has changed, by number."""
-        changed: dict[int, Any] = {}
-        for index, (container, old) in enumerate(zip(self.containers, self.before, strict=True)):
+        changes: dict[int, Any] = {}
+        for index, (container, prior) in enumerate(zip(self.containers, self.snapshots, strict=True)):
             if not isinstance(container, list):
-                same = list(container) == list(old) and all(container[key] is old[key] for key in old)
+                is_same = list(container) == list(prior) and all(container[key] is prior[key] for key in prior)
             else:
-                same = len(container) == len(old) and all(a is b for a, b in zip(container, old, strict=True))
-            if not same:
-                changed[index] = container
-        return changed
+                is_same = len(container) == len(prior) and all(a is b for a, b in zip(container, prior, strict=True))
+            if not is_same:
+                changes[index] = container
+        return changes
 
 
 class _Rebuilder:
@@ -97,22 +97,22 @@ class _Rebuilder:
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
-        self._made: dict[int, Any] = {}
+        self._built: dict[int, Any] = {}
 
     def leaf(self, value: Any) -> Any:
-        if isinstance(value, _TensorAt):
+        if isinstance(value, _TensorRef):
             return self._tensors[value.index]
-        return self.container(value.index) if isinstance(value, _ContainerAt) else value
+        return self.container(value.index) if isinstance(value, _ContainerRef) else value
 
-    def container(self, number: int) -> Any:
-        if number not in self._made:
-            fresh = self._made[number] = copy.copy(self._originals[number])
-            if isinstance(fresh, list):
-                fresh[:] = [tree_map(item, self.leaf) for item in self._contents[number]]
+    def container(self, index: int) -> Any:
+        if index not in self._built:
+            new_container = self._built[index] = copy.copy(self._originals[index])
+            if isinstance(new_container, list):
+                new_container[:] = [tree_map(item, self.leaf) for item in self._contents[index]]
             else:
-                for key, item in self._contents[number]:
-                    fresh[key] = tree_map(item, self.leaf)
-        return self._made[number]
+                for key, item in self._contents[index]:
+                    new_container[key] = tree_map(item, self.leaf)
+        return self._built[index]
 
 
 class CapturedArguments:
@@ -130,40 +130,40 @@ class CapturedArguments:
         self._unit_name = unit_name
         self.tensors: list[Tensor | None] = []
         self.originals: list[Any] = []
-        self._opaque: list[Any] = []
-        self._tensor_numbers: dict[int, int] = {}
-        self._container_numbers: dict[int, int] = {}
+        self._opaque_values: list[Any] = []
+        self._tensor_indexes: dict[int, int] = {}
+        self._container_indexes: dict[int, int] = {}
         self._contents: list[Any] = []
-        self._args = tree_map(tuple(args), self._leaf, self._container)
-        self._kwargs = {key: tree_map(value, self._leaf, self._container) for key, value in kwargs.items()}
+        self._args = tree_map(tuple(args), self._on_leaf, self._on_container)
+        self._kwargs = {key: tree_map(value, self._on_leaf, self._on_container) for key, value in kwargs.items()}
         self.check_opaque()
-        stream = args[0] if args else kwargs.get("hidden_states")
+        hidden_states = args[0] if args else kwargs.get("hidden_states")
         self.activations = tuple(
             index
             for index, tensor in enumerate(self.tensors)
-            if tensor is not None and tensor.is_floating_point() and (tensor.requires_grad or tensor is stream)
+            if tensor is not None and tensor.is_floating_point() and (tensor.requires_grad or tensor is hidden_states)
         )
 
-    def _leaf(self, value: Any) -> Any:
+    def _on_leaf(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            number = self._tensor_numbers.get(id(value))
-            if number is None:
+            index = self._tensor_indexes.get(id(value))
+            if index is None:
                 if value.is_meta:
                     raise UnsupportedModelError(
                         self._unit_name, "its input was computed from a weight outside of the weight's own module"
                     )
-                number = self._tensor_numbers[id(value)] = len(self.tensors)
+                index = self._tensor_indexes[id(value)] = len(self.tensors)
                 self.tensors.append(value)
-            return _TensorAt(number)
+            return _TensorRef(index)
         if _is_cache(value):
             return None
         if hasattr(value, "__dict__") and not callable(value):
-            self._opaque.append(value)
+            self._opaque_values.append(value)
         return value
 
     def check_opaque(self) -> None:
         """Raise an error if an argument is an object of unknown type that contains differentiable tensors."""
-        for value in self._opaque:
+        for value in self._opaque_values:
             for name, item in vars(value).items():
                 if has_differentiable(item):
                     raise UnsupportedModelError(
@@ -172,28 +172,28 @@ class CapturedArguments:
                         "tensors and lists, tuples and dictionaries of them can be passed between layers",
                     )
 
-    def _container(self, value: Any) -> Any:
-        number = self._container_numbers.get(id(value))
-        if number is None:
-            number = self._container_numbers[id(value)] = len(self.originals)
+    def _on_container(self, value: Any) -> Any:
+        index = self._container_indexes.get(id(value))
+        if index is None:
+            index = self._container_indexes[id(value)] = len(self.originals)
             self.originals.append(value)
             self._contents.append(None)
             # These calls also number the nested containers.
             if isinstance(value, list):
-                content: Any = [tree_map(item, self._leaf, self._container) for item in value]
+                content: Any = [tree_map(item, self._on_leaf, self._on_container) for item in value]
             else:
-                content = [(key, tree_map(item, self._leaf, self._container)) for key, item in value.items()]
-            self._contents[number] = content
-        return _ContainerAt(number)
+                content = [(key, tree_map(item, self._on_leaf, self._on_container)) for key, item in value.items()]
+            self._contents[index] = content
+        return _ContainerRef(index)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> RebuiltArguments:
         """Return fresh arguments with `tensors` instead of the captured tensors."""
         rebuilder = _Rebuilder(tensors, self.originals, self._contents)
         args = tree_map(self._args, rebuilder.leaf)
         kwargs = {key: tree_map(value, rebuilder.leaf) for key, value in self._kwargs.items()}
-        containers = [rebuilder.container(number) for number in range(len(self.originals))]
-        index = {id(tensor): number for number, tensor in enumerate(tensors) if tensor is not None}
-        return RebuiltArguments(args, kwargs, containers, index)
+        containers = [rebuilder.container(i) for i in range(len(self.originals))]
+        indexes = {id(tensor): i for i, tensor in enumerate(tensors) if tensor is not None}
+        return RebuiltArguments(args, kwargs, containers, indexes)
 
     def forget_contents(self) -> None:
         """Drop the references to the contents of the caller's containers, which `rebuild` does not need."""
@@ -209,41 +209,41 @@ class CapturedResult:
         outputs: Distinct differentiable tensors in the result, attached to the unit's graph.
     """
 
-    def __init__(self, value: Any, rebuilt: RebuiltArguments, records: Mapping[str, list[Any]]) -> None:
+    def __init__(self, value: Any, arguments: RebuiltArguments, records: Mapping[str, list[Any]]) -> None:
         self.outputs: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-        self._rebuilt = rebuilt
-        self._containers = {id(container): number for number, container in enumerate(rebuilt.containers)}
-        self._value = tree_map(value, self._leaf, self._container)
-        self._mutated = {
-            number: (
-                [tree_map(item, self._leaf, self._container) for item in container]
+        self._output_indexes: dict[int, int] = {}
+        self._arguments = arguments
+        self._container_indexes = {id(container): index for index, container in enumerate(arguments.containers)}
+        self._value = tree_map(value, self._on_leaf, self._on_container)
+        self._changed_containers = {
+            index: (
+                [tree_map(item, self._on_leaf, self._on_container) for item in container]
                 if isinstance(container, list)
-                else {key: tree_map(item, self._leaf, self._container) for key, item in container.items()}
+                else {key: tree_map(item, self._on_leaf, self._on_container) for key, item in container.items()}
             )
-            for number, container in rebuilt.mutated().items()
+            for index, container in arguments.changed_containers().items()
         }
         self._records = {
-            key: [tree_map(i, self._leaf, self._container) for i in items] for key, items in records.items()
+            key: [tree_map(i, self._on_leaf, self._on_container) for i in items] for key, items in records.items()
         }
-        del self._rebuilt
+        del self._arguments
 
-    def _leaf(self, value: Any) -> Any:
+    def _on_leaf(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None if _is_cache(value) else value
-        if (number := self._rebuilt.tensor_index.get(id(value))) is not None:
-            return _TensorAt(number)
+        if (index := self._arguments.tensor_indexes.get(id(value))) is not None:
+            return _TensorRef(index)
         if not value.requires_grad:
             return value
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self.outputs)
+        index = self._output_indexes.get(id(value))
+        if index is None:
+            index = self._output_indexes[id(value)] = len(self.outputs)
             self.outputs.append(value)
-        return _OutputAt(number)
+        return _OutputRef(index)
 
-    def _container(self, value: Any) -> Any:
-        number = self._containers.get(id(value))
-        return None if number is None else _ContainerAt(number)
+    def _on_container(self, value: Any) -> Any:
+        index = self._container_indexes.get(id(value))
+        return None if index is None else _ContainerRef(index)
 
     def deliver(
         self,
@@ -259,36 +259,36 @@ class CapturedResult:
             inputs: The caller's tensors that replace the captured tensors.
         """
 
-        def leaf(value: Any) -> Any:
-            if isinstance(value, _OutputAt):
+        def resolve(value: Any) -> Any:
+            if isinstance(value, _OutputRef):
                 return outputs[value.index]
-            if isinstance(value, _TensorAt):
+            if isinstance(value, _TensorRef):
                 return inputs[value.index]
-            return originals[value.index] if isinstance(value, _ContainerAt) else value
+            return originals[value.index] if isinstance(value, _ContainerRef) else value
 
-        for number, content in self._mutated.items():
-            fresh = tree_map(content, leaf)
-            originals[number].clear()
-            if isinstance(fresh, dict):
-                originals[number].update(fresh)
+        for index, content in self._changed_containers.items():
+            new_content = tree_map(content, resolve)
+            originals[index].clear()
+            if isinstance(new_content, dict):
+                originals[index].update(new_content)
             else:
-                originals[number].extend(fresh)
+                originals[index].extend(new_content)
         if collector is not None:
             for key, items in self._records.items():
-                collector[key].extend(tree_map(items, leaf))
-        return tree_map(self._value, leaf)
+                collector[key].extend(tree_map(items, resolve))
+        return tree_map(self._value, resolve)
 
 
 def has_differentiable(value: Any) -> bool:
     """Return whether nested containers contain a tensor that requires grad."""
-    found = False
+    requires_grad = False
 
     def check(leaf: Any) -> None:
-        nonlocal found
-        found = found or (isinstance(leaf, Tensor) and leaf.requires_grad)
+        nonlocal requires_grad
+        requires_grad = requires_grad or (isinstance(leaf, Tensor) and leaf.requires_grad)
 
     tree_map(value, check)
-    return found
+    return requires_grad
 
 
 def _is_cache(value: Any) -> bool:

@@ -19,11 +19,11 @@ from torch.nn import functional
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.unit.absent_weights import AbsentWeight, WeightRead, absent_weight
 from megatrain.engine.unit.arguments import CapturedArguments, CapturedResult
-from megatrain.engine.unit.compiled_layers import naming_failures
+from megatrain.engine.unit.compiled_layers import explain_failures
 from megatrain.engine.unit.passing import RowLookUps, SplitWeight
 from megatrain.engine.unit.state import without_saved_tensors
 from megatrain.engine.unit.suspend import UnitCall, suspend
-from megatrain.engine.unit.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
+from megatrain.engine.unit.weight_gradients import GradientReceiver, GradientTarget, intercept_leaves, weight_leaf
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,29 +49,29 @@ class BoundUnit:
         self.forward: Callable[..., Any] = self._copy_parameters if unit.is_container else unit.module.forward
         self._is_compiled = compiler is not None and unit.is_layer
         if compiler is not None and unit.is_layer:
-            self.forward = compiler.forward_of(unit)
+            self.forward = compiler.compile_forward(unit)
         self.receiver = GradientReceiver()
         self.rows = RowLookUps()
         self._modules = tuple(unit.module.modules())
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         self._trainable: dict[str, bool] = {}
         self._declared_dtype: dict[str, torch.dtype] = {}
-        self._absent: dict[str, AbsentWeight] = {}
-        for local, owner, _ in unit.params:
-            path, _, leaf = local.rpartition(".")
-            parameters = unit.module.get_submodule(path)._parameters
+        self._placeholders: dict[str, AbsentWeight] = {}
+        for param_path, owner, _ in unit.params:
+            module_path, _, leaf = param_path.rpartition(".")
+            parameters = unit.module.get_submodule(module_path)._parameters
             parameter = parameters[leaf]
-            assert parameter is not None, local
+            assert parameter is not None, param_path
             self._slots.append((parameters, leaf, owner))
             self._trainable[owner] = parameter.requires_grad
             self._declared_dtype[owner] = parameter.dtype
-            self._absent[owner] = absent_weight(parameter, device)
-            self._absent[owner].site = (unit.index, owner)
-        self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
+            self._placeholders[owner] = absent_weight(parameter, device)
+            self._placeholders[owner].site = (unit.index, owner)
+        self.trainable = tuple(owner for owner, requires_grad in self._trainable.items() if requires_grad)
 
-    def _read_weight(self, read: WeightRead, rows: Tensor | None = None) -> Tensor:
+    def _read_weight(self, weight_read: WeightRead, rows: Tensor | None = None) -> Tensor:
         """Return values that code outside of the module reads. The result is a copy, because it outlives the visit."""
-        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == read.owner)
+        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == weight_read.owner)
         if rows is None:
             return weight.clone()
         matrix = weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
@@ -84,46 +84,46 @@ class BoundUnit:
     def zeros(self) -> dict[str, Tensor]:
         """Return zero-stride zeros to bind instead of unused weights."""
         return {
-            owner: torch.zeros((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
-            for owner, absent in self._absent.items()
+            owner: torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+            for owner, weight in self._placeholders.items()
         }
 
     def with_placeholders(self) -> AbstractContextManager[None]:
         """Return a context in which placeholders without memory replace the parameters."""
-        return self._in_slots(self._absent)
+        return self._set_slots(self._placeholders)
 
     @contextmanager
-    def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
+    def bind(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
         """Bind `weights`, given by name, to the parameters within the context. Yield the trainable leaves by name."""
-        leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
-        with self.rows.bound(leaves.values()), self._in_slots(leaves), intercepting(leaves.values()):
+        leaves = {owner: self._make_leaf(owner, weights[owner]) for owner in self._trainable}
+        with self.rows.bind(leaves.values()), self._set_slots(leaves), intercept_leaves(leaves.values()):
             yield {owner: leaves[owner] for owner in self.trainable}
 
     def look_up(self, calls: Sequence[UnitCall]) -> list[list[Tensor]]:
         """Look up the rows that calls need from weights leased by part; see ``RowLookUps.look_up``."""
 
-        def begin(call: UnitCall) -> None:
-            with torch.no_grad(), self._attributes_restored():
+        def start_run(call: UnitCall) -> None:
+            with torch.no_grad(), self._restore_attributes():
                 self.forward(*call.args, **call.kwargs)
 
-        return self.rows.look_up(calls, begin)
+        return self.rows.look_up(calls, start_run)
 
-    def _leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
+    def _make_leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
         """Return the graph leaf for a weight. Compiled layers get plain tensors, which torch can compile."""
         if not isinstance(weight, Tensor):
             target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
-            return SplitWeight.in_place_of(self._absent[owner], weight, target, self.rows)
+            return SplitWeight.from_placeholder(self._placeholders[owner], weight, target, self.rows)
         values = weight.detach().to(self._declared_dtype[owner])
         if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
             return weight_leaf(values, GradientTarget(self.receiver, owner))
         return values.requires_grad_(self._trainable[owner])
 
     @contextmanager
-    def replaced(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
+    def replace_weight(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
         """Replace a parameter by a tensor within the context. Yield the previously bound tensor."""
-        before = next(leaf for name, leaf in self.leaves() if name == owner)
-        with self._in_slots({owner: weight}):
-            yield before
+        previous = next(leaf for name, leaf in self.leaves() if name == owner)
+        with self._set_slots({owner: weight}):
+            yield previous
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the bound tensor of each parameter."""
@@ -138,28 +138,28 @@ class BoundUnit:
 
     def has(self, owner: str) -> bool:
         """Return whether the unit uses the parameter with this name."""
-        return owner in self._absent
+        return owner in self._placeholders
 
-    def absent(self, owner: str) -> AbsentWeight:
+    def placeholder(self, owner: str) -> AbsentWeight:
         """Return the placeholder for the parameter with this name."""
-        return self._absent[owner]
+        return self._placeholders[owner]
 
     @contextmanager
-    def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def _set_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Set parameters to tensors, given by name, within the context."""
         slots = [slot for slot in self._slots if slot[2] in tensors]
-        saved = [parameters[leaf] for parameters, leaf, _ in slots]
+        originals = [parameters[leaf] for parameters, leaf, _ in slots]
         try:
             for parameters, leaf, owner in slots:
                 parameters[leaf] = tensors[owner]
             yield
         finally:
-            for (parameters, leaf, _), parameter in zip(slots, saved, strict=True):
+            for (parameters, leaf, _), parameter in zip(slots, originals, strict=True):
                 parameters[leaf] = parameter
 
-    def in_backward(self) -> AbstractContextManager[None]:
+    def backward_context(self) -> AbstractContextManager[None]:
         """Return a context for a run's backward, which names the unit if `torch.compile` cannot compile it."""
-        return naming_failures(self.unit) if self._is_compiled else nullcontext()
+        return explain_failures(self.unit) if self._is_compiled else nullcontext()
 
     def run(
         self,
@@ -174,66 +174,66 @@ class BoundUnit:
         Args:
             keep_graph: Whether autograd saves tensors for a backward.
         """
-        rebuilt = captured.rebuild(tensors)
+        arguments = captured.rebuild(tensors)
         records: dict[str, list[Any]] = {key: [] for key in record_keys}
-        saving = nullcontext() if keep_graph else without_saved_tensors()
-        with self._attributes_restored(), _active_records(records or None), saving:
-            value = self._value(rebuilt.args, rebuilt.kwargs)
+        saving_context = nullcontext() if keep_graph else without_saved_tensors()
+        with self._restore_attributes(), _activate_records(records or None), saving_context:
+            value = self._compute(arguments.args, arguments.kwargs)
         captured.check_opaque()
-        return CapturedResult(value, rebuilt, records)
+        return CapturedResult(value, arguments, records)
 
     def call(self, call: UnitCall) -> Any:
         """Run the unit once with the arguments of a call, for passes without a backward."""
-        with self._attributes_restored(), _active_records(call.collector):
-            return self._value(call.args, call.kwargs)
+        with self._restore_attributes(), _activate_records(call.collector):
+            return self._compute(call.args, call.kwargs)
 
-    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the forward, or of a weight read."""
         if args and isinstance(args[0], WeightRead):
             return self._read_weight(*args)
         return self.forward(*args, **kwargs)
 
     @contextmanager
-    def _attributes_restored(self) -> Iterator[None]:
+    def _restore_attributes(self) -> Iterator[None]:
         """Undo changes that a forward makes to attributes, because they would affect later runs."""
         attributes = [dict(module.__dict__) for module in self._modules]
         try:
-            with buffers_unchanged(self.unit.name, self._modules):
+            with forbid_buffer_changes(self.unit.name, self._modules):
                 yield
         finally:
-            for module, before in zip(self._modules, attributes, strict=True):
-                now = module.__dict__
-                if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
-                    now.clear()
-                    now.update(before)
+            for module, original in zip(self._modules, attributes, strict=True):
+                current = module.__dict__
+                if current.keys() != original.keys() or any(map(is_not, current.values(), original.values())):
+                    current.clear()
+                    current.update(original)
 
 
 @contextmanager
-def buffers_unchanged(where: str, modules: Iterable[nn.Module], *, may_replace: bool = False) -> Iterator[None]:
+def forbid_buffer_changes(name: str, modules: Iterable[nn.Module], *, may_replace: bool = False) -> Iterator[None]:
     """Refuse forwards that change a buffer, because a step neither saves buffers nor restores them for a recompute.
 
     Args:
         may_replace: Whether a forward may replace non-persistent buffers, as rotary embeddings do.
     """
-    before = [
+    buffers = [
         (module, leaf, buffer, buffer._version)
         for module in modules
         for leaf, buffer in module._buffers.items()
         if buffer is not None
     ]
     yield
-    for module, leaf, buffer, version in before:
+    for module, leaf, buffer, version in buffers:
         is_replaced = module._buffers.get(leaf) is not buffer
         is_saved = leaf not in module._non_persistent_buffers_set
         if buffer._version != version or (is_replaced and (is_saved or not may_replace)):
             raise UnsupportedModelError(
-                f"{where} ({type(module).__name__})",
+                f"{name} ({type(module).__name__})",
                 f"its forward changes the buffer '{leaf}', which a step neither saves nor restores for the backward",
             )
 
 
 @contextmanager
-def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
+def _activate_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
     """Make Hugging Face's output recorders, such as those for router logits, write to `records` if it is not None."""
     if records is None:
         yield
@@ -248,20 +248,20 @@ def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
 
 
 @contextmanager
-def units_stubbed(
-    bounds: Sequence[BoundUnit], others: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
+def stub_units(
+    bounds: Sequence[BoundUnit], other_stubs: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
 ) -> Iterator[None]:
     """Within the context, replace weights by placeholders, and units' forwards by stubs that suspend the model.
 
     Args:
         bounds: All units. Containers keep their own forward.
-        others: Stubs for modules that are not units.
+        other_stubs: Stubs for modules that are not units.
     """
     units = {bound.unit.module: _unit_stub(bound.unit.index) for bound in bounds if not bound.unit.is_container}
     with ExitStack() as stack:
         for bound in bounds:
             stack.enter_context(bound.with_placeholders())
-        stack.enter_context(installed_stubs({**units, **others}))
+        stack.enter_context(install_stubs({**units, **other_stubs}))
         yield
 
 
@@ -286,15 +286,15 @@ def _unit_stub(index: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def install_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of module instances within the context. Their classes stay unchanged."""
-    own = {module: module.__dict__.get("forward") for module in stubs}
+    originals = {module: module.__dict__.get("forward") for module in stubs}
     try:
         for module, stub in stubs.items():
             module.__dict__["forward"] = stub
         yield
     finally:
-        for module, forward in own.items():
+        for module, forward in originals.items():
             if forward is None:
                 module.__dict__.pop("forward", None)
             else:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 #: Maximum number of compiled variants per layer class. Variants differ in micro-batch shape, attention window and grad
 #: mode. The default of torch is 8.
-_MOST_KINDS = 64
-_LONGEST_REASON = 300
+_MAX_VARIANTS = 64
+_MAX_REASON_LENGTH = 300
 
 
 class LayerCompiler:
@@ -28,42 +28,42 @@ class LayerCompiler:
 
     def __init__(self, backend: str = "inductor") -> None:
         self._backend = backend
-        self._by_class: dict[type, Callable[..., Any]] = {}
+        self._compiled_forwards: dict[type, Callable[..., Any]] = {}
 
-    def forward_of(self, unit: Unit) -> Callable[..., Any]:
+    def compile_forward(self, unit: Unit) -> Callable[..., Any]:
         """Return the compiled forward of a layer. The forward raises ``UnsupportedModelError`` on a graph break."""
         module = unit.module
-        compiled = self._by_class.get(type(module))
-        if compiled is None:
+        compiled_forward = self._compiled_forwards.get(type(module))
+        if compiled_forward is None:
             # With `fullgraph`, a graph break raises an error. Without it, the rest of the code would run eagerly.
-            compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
-            self._by_class[type(module)] = compiled
+            compiled_forward = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
+            self._compiled_forwards[type(module)] = compiled_forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Disable autocast's cache, as in the recompute. Otherwise torch would compile a second variant.
-            is_cached = torch.is_autocast_cache_enabled()
+            cache_enabled = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             try:
-                with naming_failures(unit):
-                    return compiled(module, *args, **kwargs)
+                with explain_failures(unit):
+                    return compiled_forward(module, *args, **kwargs)
             finally:
-                torch.set_autocast_cache_enabled(is_cached)
+                torch.set_autocast_cache_enabled(cache_enabled)
 
         return forward
 
 
 @contextmanager
-def naming_failures(unit: Unit) -> Iterator[None]:
+def explain_failures(unit: Unit) -> Iterator[None]:
     """Convert errors of `torch.compile` to an ``UnsupportedModelError`` that names the layer."""
     import torch._dynamo as dynamo
 
-    failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
+    error_types = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
     try:
-        with dynamo.config.patch(recompile_limit=_MOST_KINDS):
+        with dynamo.config.patch(recompile_limit=_MAX_VARIANTS):
             yield
-    except failures as error:
+    except error_types as error:
         text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # drops irrelevant advice
-        reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+        reason = text if len(text) <= _MAX_REASON_LENGTH else f"{text[:_MAX_REASON_LENGTH]} ..."
         raise UnsupportedModelError(
             f"{unit.name} ({type(unit.module).__name__})",
             f"torch.compile cannot compile its forward and backward as one graph ({type(error).__name__}: {reason}). "

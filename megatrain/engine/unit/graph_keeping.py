@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class GraphKeeping:
     """Strategy that keeps the graph of every run in a visit."""
 
-    recomputes = False
+    has_recompute = False
 
     def __init__(self, random: RandomStates) -> None:
         self._random = random
@@ -48,24 +48,24 @@ class KeptGraph(KeptRun):
     The graph holds inputs that need a gradient, and tensors that autograd has saved. It does not hold other outputs.
 
     Args:
-        streams: Activations among the inputs, which are leaves of the graph.
+        activations: Activations among the inputs, which are leaves of the graph.
         weights: Leaves for the run's trainable weights, by name.
     """
 
     def __init__(
-        self, micro_batch: int, streams: Sequence[Tensor], outputs: Sequence[Tensor], weights: Mapping[str, Tensor]
+        self, micro_batch: int, activations: Sequence[Tensor], outputs: Sequence[Tensor], weights: Mapping[str, Tensor]
     ) -> None:
         self.micro_batch = micro_batch
-        self.requires_grad = tuple(stream.requires_grad for stream in streams)
+        self.requires_grad = tuple(activation.requires_grad for activation in activations)
         self.num_outputs = len(outputs)
         edges = [get_gradient_edge(output) for output in outputs]
-        self._graph = UnitGraph(edges, [stream for stream in streams if stream.requires_grad], weights)
-        self._inside = [version_probe(output) for output in outputs]
-        self._outside: list[Tensor] = []
+        self._graph = UnitGraph(edges, [activation for activation in activations if activation.requires_grad], weights)
+        self._output_probes = [version_probe(output) for output in outputs]
+        self._alias_probes: list[Tensor] = []
 
     def record_aliases(self, aliases: Sequence[Tensor]) -> None:
         """Record the aliases of the outputs that the rest of the model gets and can change in place."""
-        self._outside = [version_probe(alias) for alias in aliases]
+        self._alias_probes = [version_probe(alias) for alias in aliases]
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
@@ -74,9 +74,9 @@ class KeptGraph(KeptRun):
         If the model has changed an output in place and the graph needs this output, autograd raises an error, as in
         plain PyTorch. The model's aliases have separate version counters, so the graph's counters are incremented here.
         """
-        for inside, outside in zip(self._inside, self._outside, strict=True):
-            if outside._version:
-                increment_version(inside)
+        for output_probe, alias_probe in zip(self._output_probes, self._alias_probes, strict=True):
+            if alias_probe._version:
+                increment_version(output_probe)
         yield self._graph
 
 

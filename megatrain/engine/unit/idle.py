@@ -30,18 +30,18 @@ class RoutedWeights:
 
         If the unit is the first part of a module, this also announces the module's other idle parts, which run next.
         """
-        own = self._bound.unit.part
-        if own is None or not calls:
+        part = self._bound.unit.part
+        if part is None or not calls:
             return
-        if own.siblings[0] is own and all(own.has_routing(call.args) for call in calls):
-            visits = range(self._visit, self._visit + len(own.siblings))
-            parts = zip(visits, own.siblings, strict=True)
-            idle = {number for number, part in parts if all(part.is_idle(call.args) for call in calls)}
-            self._access.announce_idle(visits, idle)
-        self.is_idle = all(own.is_idle(call.args) for call in calls)
+        if part.siblings[0] is part and all(part.has_routing(call.args) for call in calls):
+            visits = range(self._visit, self._visit + len(part.siblings))
+            siblings = zip(visits, part.siblings, strict=True)
+            idle_visits = {visit for visit, sibling in siblings if all(sibling.is_idle(call.args) for call in calls)}
+            self._access.announce_idle(visits, idle_visits)
+        self.is_idle = all(part.is_idle(call.args) for call in calls)
 
     @contextmanager
-    def leased(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+    def lease(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
         """Lease the weights, by name. For an idle unit, yield zero-stride zeros instead.
 
         An idle unit runs on these zeros, so that its results and gradients have the usual form.

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megatrain.engine.device import device_kernels
 from megatrain.engine.unit.absent_weights import AbsentWeight
-from megatrain.engine.unit.weight_gradients import GradientTarget, looked_up
+from megatrain.engine.unit.weight_gradients import GradientTarget, embed_rows
 
 if TYPE_CHECKING:
     from megatrain.engine.program.block_access import MatrixParts
@@ -35,19 +35,19 @@ class RowLookUps:
         self.call_index = 0
 
     @contextmanager
-    def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
+    def bind(self, leaves: Iterable[Tensor]) -> Iterator[None]:
         """Within the context, look up rows in the bound weights whose parts are leased one at a time."""
-        self._weights = [leaf for leaf in leaves if isinstance(leaf, SplitWeight) and leaf.parts.passes]
+        self._weights = [leaf for leaf in leaves if isinstance(leaf, SplitWeight) and leaf.parts.is_passing]
         try:
             yield
         finally:
             self._weights = []
 
-    def look_up(self, calls: Sequence[UnitCall], begin: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
+    def look_up(self, calls: Sequence[UnitCall], start_run: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
         """Look up the rows that calls of the unit will need, leasing each part once.
 
         Args:
-            begin: Function that starts to run a call. The run is aborted when it looks up rows.
+            start_run: Function that starts to run a call. The run is aborted when it looks up rows.
 
         Returns:
             Row indexes, by weight and call.
@@ -57,9 +57,9 @@ class RowLookUps:
             row_indexes.append([])
             for call in calls:
                 try:
-                    begin(call)
-                except _RowsNeeded as asked:
-                    row_indexes[-1].append(asked.indexes)
+                    start_run(call)
+                except _RowsNeeded as signal:
+                    row_indexes[-1].append(signal.indexes)
             assert len(row_indexes[-1]) == len(calls), "a unit does not look up rows of a weight whose parts pass"
             weight.look_up(row_indexes[-1])
         return row_indexes
@@ -77,9 +77,9 @@ class RowLookUps:
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
     """Lease all parts of weights that are leased by part, but use none, because traffic must not depend on data."""
     for weight in weights.values():
-        if not isinstance(weight, Tensor) and weight.passes:
-            for number in range(len(weight.rows)):
-                with weight.part(number):
+        if not isinstance(weight, Tensor) and weight.is_passing:
+            for index in range(len(weight.rows)):
+                with weight.part(index):
                     pass
 
 
@@ -96,21 +96,21 @@ class SplitWeight(AbsentWeight):
     parts: MatrixParts
     target: GradientTarget | None
     _look_ups: RowLookUps
-    _found: list[Tensor | None]
+    _rows: list[Tensor | None]
 
     @classmethod
-    def in_place_of(
-        cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
+    def from_placeholder(
+        cls, placeholder: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
     ) -> SplitWeight:
-        """Return a placeholder for ``absent``. If there is a target, the placeholder requires a gradient."""
-        weight: Any = Tensor._make_subclass(cls, absent, target is not None)
-        weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
+        """Return a placeholder for ``placeholder``. If there is a target, the placeholder requires a gradient."""
+        weight: Any = Tensor._make_subclass(cls, placeholder, target is not None)
+        weight.parts, weight.target, weight._look_ups, weight._rows = parts, target, look_ups, []
         assert isinstance(weight, SplitWeight)
         return weight
 
     def look_up(self, row_indexes: Sequence[Tensor]) -> None:
         """Look up and keep the rows of each micro-batch."""
-        self._found = list(_rows_in_parts(self, row_indexes))
+        self._rows = list(_look_up_in_parts(self, row_indexes))
 
     @classmethod
     def __torch_function__(
@@ -118,7 +118,7 @@ class SplitWeight(AbsentWeight):
     ) -> Any:
         if func is functional.embedding:
             with torch._C.DisableTorchFunctionSubclass():
-                return _embedding_of_parts(*args, **(kwargs or {}))
+                return _embed_from_parts(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -130,52 +130,52 @@ class _RowsNeeded(BaseException):
         super().__init__()
 
 
-def _embedding_of_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
+def _embed_from_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
     """Compute `F.embedding`. The trace has ruled out options that change the weight or scale its gradient."""
     rows: Tensor | None
-    if weight.parts.passes:
-        if not weight._found:
+    if weight.parts.is_passing:
+        if not weight._rows:
             raise _RowsNeeded(weight, indexes)
         call_index = weight._look_ups.call_index
-        rows, weight._found[call_index] = weight._found[call_index], None  # the model may change rows in place
+        rows, weight._rows[call_index] = weight._rows[call_index], None  # the model may change rows in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
     else:
-        (rows,) = _rows_in_parts(weight, [indexes])
+        (rows,) = _look_up_in_parts(weight, [indexes])
     if weight.target is None or not torch.is_grad_enabled():
         return rows
-    return looked_up(indexes, rows, weight, padding_idx, weight.target)
+    return embed_rows(indexes, rows, weight, padding_idx, weight.target)
 
 
 #: Bytes of temporary memory that a look-up on a device uses in addition to its result.
 _LOOK_UP_NBYTES = 16 << 20
 
 
-def _rows_in_parts(weight: SplitWeight, row_indexes: Sequence[Tensor]) -> list[Tensor]:
+def _look_up_in_parts(weight: SplitWeight, row_indexes: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of a matrix for several index tensors, leasing each part once."""
     width, parts = weight.parts.shape[1], weight.parts
-    made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in row_indexes]
+    outputs = [torch.full((*ids.shape, width), torch.nan, dtype=weight.dtype, device=ids.device) for ids in row_indexes]
     num_found = 0
-    for number, held in enumerate(parts.rows):
-        with parts.part(number) as rows:
-            for indexes, out in zip(row_indexes, made, strict=True):
+    for index, row_range in enumerate(parts.rows):
+        with parts.part(index) as rows:
+            for indexes, out in zip(row_indexes, outputs, strict=True):
                 flat = indexes.reshape(-1)
-                if device_kernels.are_for(out):
-                    device_kernels.copy_rows(out.view(-1, width), held, rows, flat)
+                if device_kernels.are_usable(out):
+                    device_kernels.copy_rows(out.view(-1, width), row_range, rows, flat)
                     continue
-                is_here = (flat >= held.start) & (flat < held.stop)
+                is_in_range = (flat >= row_range.start) & (flat < row_range.stop)
                 if not out.is_cuda:
-                    at = is_here.nonzero().squeeze(1)
-                    num_found += len(at)
-                    out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
+                    hits = is_in_range.nonzero().squeeze(1)
+                    num_found += len(hits)
+                    out.view(-1, width)[hits] = rows.index_select(0, flat[hits] - row_range.start).to(out.dtype)
                     continue
                 # Use a mask, because selecting the indexes that belong to this part would need a host sync.
                 step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
                 for start in range(0, len(flat), step):
-                    place = out.view(-1, width)[start : start + step]
-                    at = (flat[start : start + step] - held.start).clamp_(0, len(held) - 1)
-                    found = rows.index_select(0, at).to(out.dtype)
-                    torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
+                    target = out.view(-1, width)[start : start + step]
+                    positions = (flat[start : start + step] - row_range.start).clamp_(0, len(row_range) - 1)
+                    values = rows.index_select(0, positions).to(out.dtype)
+                    torch.where(is_in_range[start : start + step].unsqueeze(1), values, target, out=target)
     # On a device, rows with an invalid index stay NaN, which makes the step fail.
-    if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in row_indexes):
+    if outputs and not outputs[0].is_cuda and num_found != sum(indexes.numel() for indexes in row_indexes):
         raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
-    return made
+    return outputs

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.device.attention import AttentionCall
 from megatrain.engine.device.work import NOT_SAVABLE, SavableResults, Work
-from megatrain.engine.unit.unneeded import Answer, WeightProducts
+from megatrain.engine.unit.unneeded import ProductFunction, WeightProducts
 from tiered.units import round_up
 
 #: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
@@ -56,7 +56,7 @@ class _SavedCall:
 
     signature: Any
     results: tuple[Any, ...]
-    are_several: bool
+    is_tuple: bool
 
 
 class SavedResults:
@@ -73,7 +73,7 @@ class SavedResults:
         self._attention_nbytes, self._with_products = attention_nbytes, with_products
         self._calls: list[_SavedCall | None] = []
 
-    def saving(self, block: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+    def save_calls(self, block: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         """Return a context that saves results. The forward runs in this context.
 
         Args:
@@ -82,30 +82,30 @@ class SavedResults:
         """
         self._calls = []
         stop = block.numel() if self._attention_nbytes is None else self._attention_nbytes
-        of_attention = _BlockRange(block, 0, stop)
-        of_products = of_attention if self._attention_nbytes is None else _BlockRange(block, stop, block.numel())
+        attention_range = _BlockRange(block, 0, stop)
+        product_range = attention_range if self._attention_nbytes is None else _BlockRange(block, stop, block.numel())
 
-        def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def save_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
-            own = of_products if isinstance(results, Tensor) else of_attention
-            self._calls.append(own.save(_signature((func, args, dict(kwargs))), results))
+            block_range = product_range if isinstance(results, Tensor) else attention_range
+            self._calls.append(block_range.save(_signature((func, args, dict(kwargs))), results))
             return results
 
-        return _routing_calls(call, owners if self._with_products else {})
+        return _route_calls(save_call, owners if self._with_products else {})
 
-    def replaying(self, block: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+    def replay_calls(self, block: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         """Return a context that replays results for the recompute. ``block`` must outlive the recompute's graph."""
         calls: Iterator[_SavedCall | None] = iter(self._calls)
 
-        def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            saved = next(calls, None)
-            if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
+        def replay_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            call = next(calls, None)
+            if call is None or call.signature != _signature((func, args, dict(kwargs))):
                 return func(*args, **kwargs)
             # Use `.data`, which aliases the block without being a view. Autograd treats it like the operator's result.
-            found = tuple(item.view(block).data if isinstance(item, _ResultView) else item for item in saved.results)
-            return found if saved.are_several else found[0]
+            results = tuple(item.view(block).data if isinstance(item, _ResultView) else item for item in call.results)
+            return results if call.is_tuple else results[0]
 
-        return _routing_calls(call, owners if self._with_products else {})
+        return _route_calls(replay_call, owners if self._with_products else {})
 
 
 class _BlockRange:
@@ -117,75 +117,73 @@ class _BlockRange:
     def save(self, signature: Any, result: Any) -> _SavedCall | None:
         """Save the results of a call. Return None if the results do not fit, or if their memory has gaps."""
         results = (result,) if isinstance(result, Tensor) else result
-        block, at, found = self._block, self._used_bytes, list[Any]()
+        block, offset, entries = self._block, self._used_bytes, list[Any]()
         for item in results:
             if not _is_stored(item, block.device):
-                found.append(item.detach() if isinstance(item, Tensor) else item)
+                entries.append(item.detach() if isinstance(item, Tensor) else item)
                 continue
-            place = _ResultView(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
-            at += round_up(place.nbytes, _ALIGNMENT_BYTES)
-            if at > self._stop or not _is_dense(item):
+            view = _ResultView(offset, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
+            offset += round_up(view.nbytes, _ALIGNMENT_BYTES)
+            if offset > self._stop or not _is_dense(item):
                 return None
-            found.append(place)
-        for place, item in zip(found, results, strict=True):
-            if isinstance(place, _ResultView):
-                place.view(block).copy_(item)
-        self._used_bytes = at
-        return _SavedCall(signature, tuple(found), not isinstance(result, Tensor))
+            entries.append(view)
+        for view, item in zip(entries, results, strict=True):
+            if isinstance(view, _ResultView):
+                view.view(block).copy_(item)
+        self._used_bytes = offset
+        return _SavedCall(signature, tuple(entries), not isinstance(result, Tensor))
 
 
 class ResultSizes:
     """Sizes of the results that a run of a unit can save, measured in a trace.
 
     Args:
-        flops_of: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
+        count_flops: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
     """
 
     def __init__(
-        self,
-        owners: Mapping[int, str],
-        flops_of: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int],
+        self, owners: Mapping[int, str], count_flops: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int]
     ) -> None:
-        self._owners, self._flops_of = owners, flops_of
+        self._owners, self._count_flops = owners, count_flops
         self.attention = NOT_SAVABLE
         self._products: dict[str, SavableResults] = {}  # weight's owner -> its products
 
-    def measuring(self) -> AbstractContextManager[Any]:
+    def measure(self) -> AbstractContextManager[Any]:
         """Return a context that measures the results of the run within it."""
 
-        def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def measure_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
             attention = AttentionCall.from_operator(func, args, kwargs)
             assert attention is not None, func
             device = results[0].device
-            held = [item for item in results if _is_stored(item, device)]
-            if all(_is_dense(item) for item in held):
-                nbytes = sum(_stored_nbytes(item) for item in held)
+            stored = [item for item in results if _is_stored(item, device)]
+            if all(_is_dense(item) for item in stored):
+                nbytes = sum(_stored_nbytes(item) for item in stored)
                 nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
                 self.attention = _add_savable(self.attention, SavableResults(nbytes, attention.work))
             return results
 
-        def product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def measure_product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             result = func(*args, **kwargs)
             if _is_stored(result, result.device) and _is_dense(result):
-                work = Work(product_flops=self._flops_of(func, args, kwargs, result), launches=1)
-                found = SavableResults(_stored_nbytes(result), work)
-                self._products[owner] = _add_savable(self._products.get(owner, NOT_SAVABLE), found)
+                work = Work(product_flops=self._count_flops(func, args, kwargs, result), launches=1)
+                savable = SavableResults(_stored_nbytes(result), work)
+                self._products[owner] = _add_savable(self._products.get(owner, NOT_SAVABLE), savable)
             return result
 
-        return _routing_calls(call, self._owners, product)
+        return _route_calls(measure_call, self._owners, measure_product)
 
-    def results(self, unneeded: Container[str]) -> SavableResults:
-        """Return the total of attention results and matmul results, except matmuls with weights in ``unneeded``."""
-        found = self.attention
+    def results(self, skipped_weights: Container[str]) -> SavableResults:
+        """Return the total of attention results and matmul results, without matmuls with ``skipped_weights``."""
+        total = self.attention
         for owner, product in self._products.items():
-            if owner not in unneeded:
-                found = _add_savable(found, product)
-        return found
+            if owner not in skipped_weights:
+                total = _add_savable(total, product)
+        return total
 
 
-def _add_savable(one: SavableResults, other: SavableResults) -> SavableResults:
-    return SavableResults(one.nbytes + other.nbytes, one.work + other.work)
+def _add_savable(a: SavableResults, b: SavableResults) -> SavableResults:
+    return SavableResults(a.nbytes + b.nbytes, a.work + b.work)
 
 
 def _stored_nbytes(item: Tensor) -> int:
@@ -196,17 +194,17 @@ _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @contextmanager
-def _routing_calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
+def _route_calls(call: _Call, owners: Mapping[int, str], product: ProductFunction | None = None) -> Iterator[None]:
     """Route attention kernels to ``call``, and matmuls with weights to ``product`` (by default also ``call``)."""
 
-    def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def drop_owner(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return call(func, args, kwargs)
 
     with _AttentionKernelMode(call):
         if not owners:
             yield
             return
-        with WeightProducts(owners, product or to_call):
+        with WeightProducts(owners, product or drop_owner):
             yield
 
 
@@ -225,12 +223,12 @@ class _AttentionKernelMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is functional.scaled_dot_product_attention or isinstance(func, OpOverloadPacket | OpOverload):
-            with _Kernels(self._call):
+            with _AttentionKernels(self._call):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AttentionKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that routes forward calls of fused attention kernels to ``call``."""
 
     def __init__(self, call: _Call) -> None:

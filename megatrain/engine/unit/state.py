@@ -17,9 +17,9 @@ from torch._guards import detect_fake_mode
 
 def micro_batch_seed(seed: int, micro_batch: int) -> int:
     """Return the seed of a micro-batch's random stream. Different arguments result in different seeds."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
-    mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
-    return (mixed ^ (mixed >> 29)) % 2**63
+    bits = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
+    bits = ((bits ^ (bits >> 31)) * 0x94D049BB133111EB) % 2**64
+    return (bits ^ (bits >> 29)) % 2**63
 
 
 def _is_fake() -> bool:
@@ -60,14 +60,14 @@ class RandomStates:
                 torch.get_device_module(self._device).set_rng_state(states[1], self._device)
 
     @contextmanager
-    def continued_from(self, states: tuple[Tensor, ...]) -> Iterator[None]:
+    def swap_in(self, states: tuple[Tensor, ...]) -> Iterator[None]:
         """Set the random state within the context, and restore the current state on exit."""
-        outer = self.get()
+        previous = self.get()
         self.set(states)
         try:
             yield
         finally:
-            self.set(outer)
+            self.set(previous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +81,33 @@ class ThreadModes:
     @classmethod
     def current(cls, device_type: str) -> ThreadModes:
         """Return the current modes of the CPU and of one device type."""
-        kinds = dict.fromkeys(("cpu", device_type))
-        autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        device_types = dict.fromkeys(("cpu", device_type))
+        autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in device_types)
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
         """Apply these modes to the current thread."""
         torch.set_grad_enabled(self.grad_enabled)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
+        for device_type, is_enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device_type, is_enabled)
+            torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_cache_enabled(self.cache_enabled)
 
     @contextmanager
-    def applied(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
+    def apply(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
         """Set these modes within the context, and restore the previous modes on exit.
 
         Args:
             cache_enabled: Whether autocast caches cast weights; None for the setting in these modes.
         """
-        outer = ThreadModes.current(self.autocast[-1][0])
+        previous = ThreadModes.current(self.autocast[-1][0])
         self.restore()
         if cache_enabled is not None:
             torch.set_autocast_cache_enabled(cache_enabled)
         try:
             yield
         finally:
-            outer.restore()
+            previous.restore()
 
 
 def without_saved_tensors() -> AbstractContextManager[None]:

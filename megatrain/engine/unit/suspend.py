@@ -1,6 +1,6 @@
 """Forwards of unmodified models that are suspended at every unit call.
 
-Each micro-batch's forward runs in a separate greenlet. `units_stubbed` replaces each unit's `forward` by a stub. The
+Each micro-batch's forward runs in a separate greenlet. `stub_units` replaces each unit's `forward` by a stub. The
 stub passes the arguments of the call to the engine and suspends the greenlet. The engine binds the weights, runs the
 unit and resumes the greenlet with the result. Model code sees an ordinary call. All micro-batches can therefore wait at
 the same unit and share its weights.
@@ -63,7 +63,7 @@ class SuspendedForward:
         mirror: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.micro_batch = micro_batch
-        self._mirror, self._enters_mirror = mirror, True
+        self._mirror, self._should_enter_mirror = mirror, True
         self.call: UnitCall | None = None
         self.result: Any = None
         self._random = random
@@ -73,7 +73,7 @@ class SuspendedForward:
         self.random_state = random.get()
         self._bindings: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._greenlet = greenlet.greenlet(function)
-        self._places: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, int]]] = {}
+        self._locations: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, int]]] = {}
 
     def start(self) -> None:
         """Run the forward until its first unit call, or to its end."""
@@ -93,16 +93,16 @@ class SuspendedForward:
         if self._greenlet and not self._greenlet.dead:
             self._switch(self._greenlet.throw)
 
-    def record_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
+    def record_location(self, tensor: Tensor, location: tuple[int, int]) -> None:
         """Record that a tensor has been saved as the input with the given (visit, index)."""
-        self._places[id(tensor)] = weakref.ref(tensor), tensor._version, place
+        self._locations[id(tensor)] = weakref.ref(tensor), tensor._version, location
 
-    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+    def find_location(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the recorded place of a tensor, or None if there is none or the tensor has changed since then."""
-        found = self._places.get(id(tensor))
-        if found is None or found[0]() is not tensor or found[1] != tensor._version:
+        record = self._locations.get(id(tensor))
+        if record is None or record[0]() is not tensor or record[1] != tensor._version:
             return None
-        return found[2]
+        return record[2]
 
     def bind(self, target: dict[str, Any], key: str, value: Any) -> None:
         """Set ``target[key]`` to ``value`` while this forward runs, and restore it while the forward is suspended."""
@@ -110,35 +110,35 @@ class SuspendedForward:
         target[key] = value
 
     def _switch(self, switch: Callable[[], Any]) -> None:
-        outer = ThreadModes.current(self._device_type)
+        outer_modes = ThreadModes.current(self._device_type)
         self.modes.restore()
         self._random.set(self.random_state)
         for target, key, value, _ in self._bindings:
             target[key] = value
-        if self._mirror is not None and self._enters_mirror:
+        if self._mirror is not None and self._should_enter_mirror:
             self._mirror.__enter__()
         try:
-            given = switch()
+            outcome = switch()
         finally:
             self._leave_mirror()
             for target, key, _, original in self._bindings:
                 target[key] = original
             self.modes = ThreadModes.current(self._device_type)
             self.random_state = self._random.get()
-            outer.restore()  # must come last, because the lines above need the forward's modes
+            outer_modes.restore()  # must come last, because the lines above need the forward's modes
         if self._greenlet.dead:
-            self.result = given
+            self.result = outcome
         else:
-            assert isinstance(given, UnitCall), type(given)
-            self.call = given
+            assert isinstance(outcome, UnitCall), type(outcome)
+            self.call = outcome
 
     def _leave_mirror(self) -> None:
         if self._mirror is None:
             return
         # If a forward reads a weight, it is suspended within a function that the mirror handles. torch deactivates the
         # mirror during this function and reactivates it when the function returns.
-        self._enters_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
-        if self._enters_mirror:
+        self._should_enter_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
+        if self._should_enter_mirror:
             self._mirror.__exit__(None, None, None)
 
 

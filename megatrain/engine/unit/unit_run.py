@@ -52,8 +52,8 @@ class UnitRun:
         captured = CapturedArguments(bound.unit.name, call.args, call.kwargs)
         # Keep only the lists of records: a collector can also contain the setting that selects them.
         keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
-        streams = [captured.tensors[i] for i in captured.activations]
-        requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
+        activations = [captured.tensors[i] for i in captured.activations]
+        requires_grad = tuple(activation is not None and activation.requires_grad for activation in activations)
         return cls(
             bound, forward.micro_batch, call_index, captured, keys, forward.random_state, forward.modes, requires_grad
         )
@@ -66,14 +66,14 @@ class UnitRun:
     @property
     def activations(self) -> list[Tensor]:
         """Activations among the arguments, in order."""
-        found = [self.captured.tensors[i] for i in self.captured.activations]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = [self.captured.tensors[i] for i in self.captured.activations]
+        return [tensor for tensor in tensors if tensor is not None]
 
-    def with_activations(self, streams: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the tensors among the arguments, with activations replaced by ``streams``."""
+    def with_activations(self, activations: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the tensors among the arguments, with activations replaced by ``activations``."""
         tensors = list(self.captured.tensors)
-        for i, stream in zip(self.captured.activations, streams, strict=True):
-            tensors[i] = stream
+        for i, activation in zip(self.captured.activations, activations, strict=True):
+            tensors[i] = activation
         return tensors
 
     def leaves(self) -> list[Tensor]:
@@ -83,8 +83,8 @@ class UnitRun:
         """
         grad_enabled = self.modes.grad_enabled
         return [
-            stream.detach().contiguous().requires_grad_(requires and grad_enabled)
-            for stream, requires in zip(self.activations, self.requires_grad, strict=True)
+            activation.detach().contiguous().requires_grad_(requires_grad and grad_enabled)
+            for activation, requires_grad in zip(self.activations, self.requires_grad, strict=True)
         ]
 
     def compute(
@@ -96,7 +96,7 @@ class UnitRun:
             keep_graph: Whether a backward uses the graph. If False, autograd saves nothing.
             cache_enabled: Whether autocast caches cast weights; None for the setting in the modes.
         """
-        with self.modes.applied(cache_enabled=cache_enabled):
+        with self.modes.apply(cache_enabled=cache_enabled):
             random.set(self.random_state)
             self.bound.rows.call_index = self.call_index
             return self.bound.run(self.captured, tensors, self.record_keys, keep_graph=keep_graph)
@@ -122,8 +122,8 @@ class UnitGraph:
         Returns:
             Gradients of the inputs, and gradients of the weights. An entry is None if the tensor has no gradient.
         """
-        found = optional_gradients(self.outputs, grad_outputs, [*self.inputs, *self.weights.values()])
-        return found[: len(self.inputs)], found[len(self.inputs) :]
+        gradients = optional_gradients(self.outputs, grad_outputs, [*self.inputs, *self.weights.values()])
+        return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
 
 
 class KeptRun:
@@ -162,7 +162,7 @@ def optional_gradients(
         return []
     # Call the engine directly, because `torch.autograd.grad` would first dispatch to the leaves' class, which disables
     # interception of torch functions. Units with activation checkpointing need interception in their recompute.
-    found = _engine_run_backward(
+    gradients = _engine_run_backward(
         tuple(out for out, _ in pairs), tuple(grad for _, grad in pairs), False, False, tuple(inputs), True, False
     )
-    return list(found)
+    return list(gradients)

@@ -34,7 +34,7 @@ _ATEN = torch.ops.aten
 _WITH_SUMMAND = frozenset({_ATEN.addmm.default, _ATEN.baddbmm.default})
 _PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default}) | _WITH_SUMMAND
 #: Operators that read only the shape of their input.
-_SHAPE_ALONE = frozenset(
+_SHAPE_ONLY = frozenset(
     {
         _ATEN.empty_like,
         _ATEN.new_empty,
@@ -51,7 +51,7 @@ _SHAPE_ALONE = frozenset(
 
 
 #: Function that returns the result of a call, given the weight's name, the operator and the operator's arguments.
-Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+ProductFunction = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
@@ -61,12 +61,12 @@ def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         owners: Names of the bound weights, by id.
     """
 
-    def answer(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def fill_nan(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         left, right = args[1:3] if func in _WITH_SUMMAND else args[:2]
         result: Tensor = left.new_full((*left.shape[:-1], right.shape[-1]), torch.nan)
         return result
 
-    return WeightProducts(owners, answer)
+    return WeightProducts(owners, fill_nan)
 
 
 class ProductUses:
@@ -74,81 +74,81 @@ class ProductUses:
 
     Args:
         owners: Names of the bound weights, by id.
-        flops_of: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
+        count_flops: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
     """
 
     def __init__(
-        self,
-        owners: Mapping[int, str],
-        flops_of: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int],
+        self, owners: Mapping[int, str], count_flops: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int]
     ) -> None:
-        self._owners, self._flops_of = owners, flops_of
+        self._owners, self._count_flops = owners, count_flops
         self._work: dict[str, Work] = {}
-        self._needed: set[str] = set()
-        self._made: set[int] = set()  # live storages of the run
-        self._depends: dict[int, set[str]] = {}  # storage -> owners whose products it depends on
-        self._saved: set[int] = set()
+        self._needed_owners: set[str] = set()
+        self._live_storages: set[int] = set()  # live storages of the run
+        self._dependencies: dict[int, set[str]] = {}  # storage -> owners whose products it depends on
+        self._saved_storages: set[int] = set()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Track all code that runs within the context."""
-        with _OperatorHook(self._follow), WeightProducts(self._owners, self._product):
+        with _OperatorHook(self._track_operator), WeightProducts(self._owners, self._record_product):
             yield
 
     def record_saved(self, tensor: Tensor) -> None:
         """Record a tensor that autograd saves."""
-        self._saved.add(_storage(tensor))
+        self._saved_storages.add(_storage_key(tensor))
 
     def record_launch(self, tensors: Iterable[Tensor]) -> None:
         """Record a kernel launch that is not an operator. After it, any of its tensors may depend on all others."""
-        keys = [_storage(tensor) for tensor in tensors]
-        owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))
+        keys = [_storage_key(tensor) for tensor in tensors]
+        owners = set[str]().union(*(self._dependencies.get(key, ()) for key in keys))
         for key in keys if owners else ():
-            self._depends.setdefault(key, set()).update(owners)
+            self._dependencies.setdefault(key, set()).update(owners)
 
-    def unneeded(self, results: Iterable[Tensor]) -> SkippedProducts:
+    def find_unneeded(self, results: Iterable[Tensor]) -> SkippedProducts:
         """Return the matmuls whose results are needed neither by a gradient nor by code after the run.
 
         Args:
             results: Results of the run. The rest of the model has separate copies, from the first run.
         """
-        returned = {_storage(tensor) for tensor in results} - self._saved
-        needed = self._needed.union(*(owners for key, owners in self._depends.items() if key not in returned))
+        result_keys = {_storage_key(tensor) for tensor in results} - self._saved_storages
+        needed = self._needed_owners.union(
+            *(self._dependencies[key] for key in self._dependencies.keys() - result_keys)
+        )
         weights = frozenset(self._work.keys() - needed)
         return SkippedProducts(weights, sum((self._work[name] for name in sorted(weights)), NO_WORK))
 
-    def _product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def _record_product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(*args, **kwargs)
         # A fill replaces the matmul, so the number of launches stays the same.
         filled_nbytes = result.numel() * result.element_size()
-        work = Work(product_flops=self._flops_of(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
+        work = Work(product_flops=self._count_flops(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
         self._work[owner] = self._work.get(owner, NO_WORK) + work
-        self._depends.setdefault(_storage(result), set()).add(owner)
+        self._dependencies.setdefault(_storage_key(result), set()).add(owner)
         return result
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _track_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
-        before = {_storage(tensor) for tensor in inputs}
-        owners = set[str]().union(*(self._depends.get(key, ()) for key in before))
+        input_keys = {_storage_key(tensor) for tensor in inputs}
+        owners = set[str]().union(*(self._dependencies.get(key, ()) for key in input_keys))
         result = func(*args, **kwargs)
         results = _tensors(result)
         for tensor in results:
-            if (key := _storage(tensor)) not in before and key not in self._made:
-                self._made.add(key)
-                weakref.finalize(tensor.untyped_storage(), self._forget, key)
-        if not owners or getattr(func, "_overloadpacket", None) in _SHAPE_ALONE:
+            if (key := _storage_key(tensor)) not in input_keys and key not in self._live_storages:
+                self._live_storages.add(key)
+                weakref.finalize(tensor.untyped_storage(), self._forget_storage, key)
+        if not owners or getattr(func, "_overloadpacket", None) in _SHAPE_ONLY:
             return result
-        changed = changed_arguments(func, args, kwargs)
-        if not results or _draws_random_numbers(func) or any(_storage(tensor) not in self._made for tensor in changed):
-            self._needed |= owners
-        for tensor in (*results, *changed):
-            self._depends.setdefault(_storage(tensor), set()).update(owners)
+        changed_keys = set(map(_storage_key, changed_arguments(func, args, kwargs)))
+        if not results or _is_random(func) or not changed_keys <= self._live_storages:
+            self._needed_owners |= owners
+        for key in changed_keys.union(map(_storage_key, results)):
+            self._dependencies.setdefault(key, set()).update(owners)
         return result
 
-    def _forget(self, key: int) -> None:
-        self._made.discard(key)
-        self._saved.discard(key)  # the next storage at this address is a different one
-        self._depends.pop(key, None)
+    def _forget_storage(self, key: int) -> None:
+        self._live_storages.discard(key)
+        self._saved_storages.discard(key)  # the next storage at this address is a different one
+        self._dependencies.pop(key, None)
 
 
 class WeightProducts(TorchFunctionMode):
@@ -157,21 +157,21 @@ class WeightProducts(TorchFunctionMode):
     Only operators within such functions are dispatched through Python, because each dispatch takes time.
     """
 
-    def __init__(self, owners: Mapping[int, str], answer: Answer) -> None:
+    def __init__(self, owners: Mapping[int, str], function: ProductFunction) -> None:
         super().__init__()
-        self._owners, self._answer = owners, answer
+        self._owners, self._function = owners, function
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        owner = next((name for item in (*args, *kwargs.values()) if (name := self._owner_of(item))), None)
+        owner = next((name for item in (*args, *kwargs.values()) if (name := self._find_owner(item))), None)
         if owner is None:
             return func(*args, **kwargs)
-        with _Products(partial(self._answer, owner)):
+        with _Products(partial(self._function, owner)):
             return func(*args, **kwargs)
 
-    def _owner_of(self, item: Any) -> str | None:
+    def _find_owner(self, item: Any) -> str | None:
         """Return the weight's name if ``item`` is a weight or a view of one; None for vectors and other values."""
         if not isinstance(item, Tensor):
             return None
@@ -182,29 +182,29 @@ class WeightProducts(TorchFunctionMode):
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that routes matmuls to ``answer``."""
 
-    def __init__(self, answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+    def __init__(self, function: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answer = answer
+        self._function = function
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
-        return self._answer(func, args, kwargs or {})
+        return self._function(func, args, kwargs or {})
 
 
 class _OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that routes all operators to ``follow``."""
 
-    def __init__(self, follow: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+    def __init__(self, function: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._follow = follow
+        self._function = function
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._follow(func, args, kwargs or {})
+        return self._function(func, args, kwargs or {})
 
 
 def changed_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -212,16 +212,17 @@ def changed_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = {of.name: arg for of, arg in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-    written = {of.name for of in schema.arguments if of.alias_info is not None and of.alias_info.is_write}
-    return [tensor for name, arg in given.items() if name in written for tensor in _tensors(arg)]
+    arguments = {parameter.name: arg for parameter, arg in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    aliases = {parameter.name: parameter.alias_info for parameter in schema.arguments}
+    changed_names = {name for name, alias in aliases.items() if alias is not None and alias.is_write}
+    return [tensor for name, arg in arguments.items() if name in changed_names for tensor in _tensors(arg)]
 
 
-def _draws_random_numbers(func: Any) -> bool:
+def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
 

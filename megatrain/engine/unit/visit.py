@@ -37,10 +37,10 @@ class UnitVisit:
     """Visit of a unit in one pass over a group of micro-batches.
 
     Args:
-        keeping: Strategy that runs the unit in the forward and keeps either graphs or inputs.
+        strategy: Strategy that runs the unit in the forward and keeps either graphs or inputs.
         anchor: Scalar that requires grad. It connects units without differentiable inputs to the outer graph.
-        plans_backward: Whether the program plans a backward of this visit. If so, a skipped backward also leases the
-            weights.
+        is_backward_planned: Whether the program plans a backward of this visit. If so, a skipped backward also leases
+            the weights.
 
     Attributes:
         pending_outputs: Outputs of the forward that are not yet part of the outer graph.
@@ -48,20 +48,20 @@ class UnitVisit:
 
     def __init__(
         self,
-        number: int,
+        index: int,
         bound: BoundUnit,
         visits: VisitSequence,
-        keeping: GraphKeeping | InputSaving,
-        absent: AbsentMicroBatches,
+        strategy: GraphKeeping | InputSaving,
+        absent_micro_batches: AbsentMicroBatches,
         anchor: Tensor,
-        plans_backward: bool = False,
+        is_backward_planned: bool = False,
     ) -> None:
-        self.number, self.bound, self.visits = number, bound, visits
+        self.index, self.bound, self.visits = index, bound, visits
         self._access, self._activity = visits.access, visits.activity
-        self._weights = RoutedWeights(bound, number, visits.access)
-        self._keeping, self._absent = keeping, absent
-        self._anchor, self._plans_backward = anchor, plans_backward
-        self._kept: list[KeptRun] = []
+        self._weights = RoutedWeights(bound, index, visits.access)
+        self._strategy, self._absent_micro_batches = strategy, absent_micro_batches
+        self._anchor, self._is_backward_planned = anchor, is_backward_planned
+        self._kept_runs: list[KeptRun] = []
         self._row_indexes: list[list[Tensor]] = []  # row indexes to look up, by passing weight and call
         self.pending_outputs: list[Tensor] = []
 
@@ -69,19 +69,19 @@ class UnitVisit:
 
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every waiting forward. Return functions that build the results of the calls."""
-        self._access.begin("forward", self.number)
+        self._access.begin("forward", self.index)
         calls = [forward.call for forward in forwards if forward.call is not None]
         self._weights.record_calls(calls)
         runs: list[_FirstRun] = []
         # Lease the weights ...
-        with self._weights.leased() as weights, self.bound.bound(weights) as leaves:
+        with self._weights.lease() as weights, self.bound.bind(weights) as leaves:
             self._row_indexes = self.bound.look_up(calls)
             # ... run the unit for each micro-batch, and save the tensors that its backward needs ...
             for call_index, forward in enumerate(forwards):
                 self._activity.micro_batch = forward.micro_batch + 1
-                self._absent.put(before=forward.micro_batch)
-                runs.append(self._forward_one(UnitRun.from_call(self.bound, forward, call_index), forward, leaves))
-            self._absent.put()
+                self._absent_micro_batches.put(stop=forward.micro_batch)
+                runs.append(self._run_forward(UnitRun.from_call(self.bound, forward, call_index), forward, leaves))
+            self._absent_micro_batches.put()
         # ... and release the weights. Add the unit to the outer graph as one node.
         inputs = [tensor for run in runs for tensor in run.inputs]
         outputs: tuple[Tensor, ...] = ()
@@ -89,20 +89,20 @@ class UnitVisit:
             with torch.enable_grad():
                 outputs = _UnitFunction.apply(self, self._anchor, *inputs)  # type: ignore[no-untyped-call]
             self.pending_outputs = []
-        return [run.delivery(outputs) for run in runs]
+        return [run.result_builder(outputs) for run in runs]
 
-    def _forward_one(self, run: UnitRun, forward: SuspendedForward, leaves: dict[str, Tensor]) -> _FirstRun:
+    def _run_forward(self, run: UnitRun, forward: SuspendedForward, leaves: dict[str, Tensor]) -> _FirstRun:
         """Run one micro-batch. If it needs a backward, keep its graph or its inputs."""
         tensors, originals = list(run.captured.tensors), run.captured.originals
         run.captured.forget_contents()
         start, inputs = len(self.pending_outputs), list[Tensor]()
         if run.is_differentiable:
             inputs = run.activations
-            result, kept = self._keeping.run(run, forward, leaves)
+            result, kept_run = self._strategy.run(run, forward, leaves)
             # Use `.data`, which aliases the output without being a view, because the model may change it in place.
             self.pending_outputs += [output.data for output in result.outputs]
-            kept.record_aliases(self.pending_outputs[start:])
-            self._kept.append(kept)
+            kept_run.record_aliases(self.pending_outputs[start:])
+            self._kept_runs.append(kept_run)
         else:
             result = run.compute(run.with_activations(run.leaves()), self.visits.random, keep_graph=False)
         forward.random_state = self.visits.random.get()
@@ -113,70 +113,70 @@ class UnitVisit:
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward of all micro-batches. Accumulate the weight gradients, and return the input gradients."""
-        self.visits.begin_backward(self.number)
+        self.visits.begin_backward(self.index)
         grad_inputs: list[Tensor | None] = []
         sink: GradientSink | None = None
         start = 0
         with ExitStack() as stack:
             # Lease the weights, and the accumulators of their gradients ...
-            weights = stack.enter_context(self._weights.leased())
-            leaves = stack.enter_context(self.bound.bound(weights))
+            weights = stack.enter_context(self._weights.lease())
+            leaves = stack.enter_context(self.bound.bind(weights))
             if leaves:
-                sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
-                stack.enter_context(self.bound.receiver.into(sink))
-            if self._keeping.recomputes:
+                sink = stack.enter_context(self._access.gradients(self.bound.unit, self.index))
+                stack.enter_context(self.bound.receiver.use_sink(sink))
+            if self._strategy.has_recompute:
                 self.bound.rows.look_up_again(self._row_indexes)
             # ... recompute, run the backward and reduce, one micro-batch at a time ...
-            waiting, self._kept, self._row_indexes = self._kept[::-1], [], []
-            while waiting:
-                kept = waiting.pop()  # frees each graph before the next one is built or used
-                self._activity.micro_batch = kept.micro_batch + 1
+            pending, self._kept_runs, self._row_indexes = self._kept_runs[::-1], [], []
+            while pending:
+                kept_run = pending.pop()  # frees each graph before the next one is built or used
+                self._activity.micro_batch = kept_run.micro_batch + 1
                 if sink is not None:
-                    sink.at(kept.micro_batch)
-                self._absent.take(before=kept.micro_batch)
-                grads = grad_outputs[start : start + kept.num_outputs]
-                start += kept.num_outputs
-                grad_inputs += self._backward_one(kept, grads, leaves, sink)
-            self._absent.take()
+                    sink.set_micro_batch(kept_run.micro_batch)
+                self._absent_micro_batches.take(stop=kept_run.micro_batch)
+                grads = grad_outputs[start : start + kept_run.num_outputs]
+                start += kept_run.num_outputs
+                grad_inputs += self._run_backward(kept_run, grads, leaves, sink)
+            self._absent_micro_batches.take()
         # ... and release the leases.
         return grad_inputs
 
-    def _backward_one(
-        self, kept: KeptRun, grad_outputs: Sequence[Tensor | None], leaves: dict[str, Tensor], sink: GradientSink | None
+    def _run_backward(
+        self, run: KeptRun, grad_outputs: Sequence[Tensor | None], leaves: dict[str, Tensor], sink: GradientSink | None
     ) -> list[Tensor | None]:
         """Run the backward of one micro-batch on its kept or recomputed graph."""
         if all(gradient is None for gradient in grad_outputs):
-            kept.skip()
-            return [None] * len(kept.requires_grad)
-        with kept.graph(leaves) as graph:
-            with self.bound.in_backward():
-                of_inputs, of_weights = graph.gradients(grad_outputs)
+            run.skip()
+            return [None] * len(run.requires_grad)
+        with run.graph(leaves) as graph:
+            with self.bound.backward_context():
+                input_grads, weight_grads = graph.gradients(grad_outputs)
             if sink is not None:
-                for name, gradient in zip(graph.weights, of_weights, strict=True):
+                for name, gradient in zip(graph.weights, weight_grads, strict=True):
                     if gradient is not None:
                         sink.add(name, gradient)
-            grads = iter(of_inputs)
-            return [next(grads) if requires else None for requires in kept.requires_grad]
+            grads = iter(input_grads)
+            return [next(grads) if requires_grad else None for requires_grad in run.requires_grad]
 
     def replace_backward(self, compute: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         """Return the input gradients that `compute()` computes. This visit's backward does not run."""
-        self.visits.begin_backward(self.number)
+        self.visits.begin_backward(self.index)
         grad_inputs = compute()  # runs while graphs and inputs still exist
-        self._kept, self._row_indexes = [], []
+        self._kept_runs, self._row_indexes = [], []
         return grad_inputs
 
     def skip_backward(self) -> None:
         """Take this visit's planned leases without computing, because the loss does not depend on the visit."""
         with ExitStack() as stack:
-            if self._plans_backward or self._weights.is_idle:
-                lease_passing_parts(stack.enter_context(self._weights.leased()))
+            if self._is_backward_planned or self._weights.is_idle:
+                lease_passing_parts(stack.enter_context(self._weights.lease()))
             if self.bound.trainable:
-                stack.enter_context(self._access.gradients(self.bound.unit, self.number))
-        for kept in self._kept:
-            self._absent.take(before=kept.micro_batch)
-            kept.skip()
-        self._absent.take()
-        self._kept, self._row_indexes = [], []
+                stack.enter_context(self._access.gradients(self.bound.unit, self.index))
+        for kept_run in self._kept_runs:
+            self._absent_micro_batches.take(stop=kept_run.micro_batch)
+            kept_run.skip()
+        self._absent_micro_batches.take()
+        self._kept_runs, self._row_indexes = [], []
 
 
 @dataclass(slots=True)
@@ -195,11 +195,11 @@ class _FirstRun:
     originals: list[Any]
     forward: SuspendedForward
 
-    def delivery(self, outputs: Sequence[Tensor]) -> Callable[[], Any]:
+    def result_builder(self, outputs: Sequence[Tensor]) -> Callable[[], Any]:
         """Return a function that builds the result of the call, given the outputs of all micro-batches."""
         assert self.forward.call is not None
-        own, collector = outputs[self.part], self.forward.call.collector
-        return lambda: self.result.deliver(own, self.tensors, self.originals, collector)
+        run_outputs, collector = outputs[self.part], self.forward.call.collector
+        return lambda: self.result.deliver(run_outputs, self.tensors, self.originals, collector)
 
 
 class _UnitFunction(torch.autograd.Function):
@@ -235,7 +235,7 @@ class VisitSequence:
         self.access, self.random, self.activity = access, random, activity
         self.run_backward: Callable[[UnitVisit, Sequence[Tensor | None]], list[Tensor | None]] = UnitVisit.backward
         self._visits: list[UnitVisit] = []
-        self._next = -1  # visit whose backward comes next
+        self._next_visit = -1  # visit whose backward comes next
 
     def __len__(self) -> int:
         return len(self._visits)
@@ -253,21 +253,21 @@ class VisitSequence:
 
     def start_backward(self) -> None:
         """Begin the backward pass at the last visit."""
-        self._next = len(self._visits) - 1
+        self._next_visit = len(self._visits) - 1
 
     def begin_backward(self, visit: int) -> None:
         """Close the visits that autograd has skipped, then announce the backward of a visit."""
         self._close_until(visit)
-        assert self._next == visit, (self._next, visit)
+        assert self._next_visit == visit, (self._next_visit, visit)
         self.access.begin("backward", visit)
-        self._next -= 1
+        self._next_visit -= 1
 
     def end_backward(self) -> None:
         """Close the remaining visits, which autograd has skipped."""
         self._close_until(-1)
 
     def _close_until(self, visit: int) -> None:
-        while self._next > visit:
-            self.access.begin("backward", self._next)
-            self._visits[self._next].skip_backward()
-            self._next -= 1
+        while self._next_visit > visit:
+            self.access.begin("backward", self._next_visit)
+            self._visits[self._next_visit].skip_backward()
+            self._next_visit -= 1

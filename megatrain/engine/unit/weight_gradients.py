@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.base.layout import SplitTensor
 from megatrain.engine.device import device_kernels
-from megatrain.engine.device.device_kernels import reads_sync_host
+from megatrain.engine.device.device_kernels import has_sync_reads
 from megatrain.engine.program.block_access import GradientSink
 from megatrain.ranks.lanes import Lanes, Subtree
 
@@ -38,83 +38,83 @@ class GradientAccumulator(GradientSink):
 
     Args:
         targets: View of each parameter's accumulator, by name.
-        added: Parameters that already have a gradient. This set is extended in place.
-        begins_with_zero: Whether to add a parameter's first product to zeros instead of copying it.
+        added_names: Parameters that already have a gradient. This set is extended in place.
+        is_zeroed: Whether to add a parameter's first product to zeros instead of copying it.
     """
 
     def __init__(
-        self, targets: Mapping[str, Tensor | SplitTensor], added: set[str], *, begins_with_zero: bool = False
+        self, targets: Mapping[str, Tensor | SplitTensor], added_names: set[str], *, is_zeroed: bool = False
     ) -> None:
         self._targets = targets
-        self._added = added
-        self._begins_with_zero = begins_with_zero
+        self._added_names = added_names
+        self._is_zeroed = is_zeroed
 
     @property
-    def added(self) -> frozenset[str]:
+    def added_names(self) -> frozenset[str]:
         """Names of the parameters that have a gradient."""
-        return frozenset(self._added)
+        return frozenset(self._added_names)
 
-    def at(self, micro_batch: int) -> None:
+    def set_micro_batch(self, micro_batch: int) -> None:
         """Do nothing, because all micro-batches share one sum."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter, in any float dtype."""
-        if name in self._added:
+        if name in self._added_names:
             self._targets[name].add_(gradient)
         else:
             self._targets[name].copy_(gradient)
-            self._added.add(name)
+            self._added_names.add(name)
 
-    def take(self, other: GradientAccumulator) -> None:
+    def merge(self, source: GradientAccumulator) -> None:
         """Add the sums of another accumulator, and clear the other accumulator."""
-        for name in other._added:
-            for (place, _, _), (addend, _, _) in zip(
-                _places(self._targets[name]), _places(other._targets[name]), strict=True
+        for name in source._added_names:
+            for (target, _, _), (addend, _, _) in zip(
+                _pieces(self._targets[name]), _pieces(source._targets[name]), strict=True
             ):
-                if name in self._added:
-                    place.add_(addend)
+                if name in self._added_names:
+                    target.add_(addend)
                 else:
-                    place.copy_(addend)
-        self._added |= other._added
-        other._added.clear()
+                    target.copy_(addend)
+        self._added_names |= source._added_names
+        source._added_names.clear()
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
         """Add ``left`` [M, K] @ ``right`` [K, N] to the M rows of a matrix that start at ``first_row``."""
-        given = range(first_row, first_row + len(left))
-        if len(given) == _num_rows(self._targets[name]) and not self._begins_with_zero:
-            is_first = name not in self._added
-            self._added.add(name)
+        product_rows = range(first_row, first_row + len(left))
+        if len(product_rows) == _num_rows(self._targets[name]) and not self._is_zeroed:
+            is_first = name not in self._added_names
+            self._added_names.add(name)
         else:
-            self._begin(name)
+            self._zero_if_new(name)
             is_first = False
-        for place, rows, columns in _places(self._targets[name], given):
-            start, stop = max(rows.start, given.start), min(rows.stop, given.stop)
-            target = place[start - rows.start : stop - rows.start]
-            self._add(target, left[start - first_row : stop - first_row], right[:, columns], is_first=is_first)
+        for memory, rows, columns in _pieces(self._targets[name], product_rows):
+            start, stop = max(rows.start, product_rows.start), min(rows.stop, product_rows.stop)
+            target = memory[start - rows.start : stop - rows.start]
+            self._add_matmul(target, left[start - first_row : stop - first_row], right[:, columns], is_first=is_first)
 
-    def _add(self, target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    def _add_matmul(self, target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
         if left.dtype == target.dtype:
             self._multiply(target, left, right, is_first=is_first)
-        elif target.is_cuda or device_kernels.stands_for_gpu(target):
+        elif target.is_cuda or device_kernels.is_gpu_stand_in(target):
             self._multiply_half(target, left, right, is_first=is_first)
         else:
-            _multiply_in_ranges(target, left, right, is_first=is_first)
+            _multiply_chunked(target, left, right, is_first=is_first)
 
-    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
-        """Add ``rows`` [K, N] in order to the rows ``indexes`` [K] of a matrix. Row ``ignored`` gets no gradient."""
-        self._begin(name)
-        for place, held, columns in _places(self._targets[name]):
-            if device_kernels.are_for(place):
-                device_kernels.add_rows(place, held, rows[:, columns], _groups_of(indexes), ignored)
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, padding_idx: int | None = None) -> None:
+        """Add ``rows`` [K, N] in order to rows ``indexes`` [K] of a matrix. Row ``padding_idx`` gets no gradient."""
+        self._zero_if_new(name)
+        for memory, row_range, columns in _pieces(self._targets[name]):
+            if device_kernels.are_usable(memory):
+                device_kernels.add_rows(memory, row_range, rows[:, columns], _row_groups(indexes), padding_idx)
             else:
-                _add_rows_in_ranges(place, held, indexes, rows[:, columns], ignored)
+                _add_rows_chunked(memory, row_range, indexes, rows[:, columns], padding_idx)
 
-    def _begin(self, name: str) -> None:
+    def _zero_if_new(self, name: str) -> None:
         """Zero a parameter's accumulator if the parameter has no gradient yet."""
-        if name not in self._added:
-            for place, _, _ in _places(self._targets[name]):
-                place.zero_()
-            self._added.add(name)
+        if name not in self._added_names:
+            for memory, _, _ in _pieces(self._targets[name]):
+                memory.zero_()
+            self._added_names.add(name)
 
     @staticmethod
     def _multiply(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
@@ -139,17 +139,17 @@ class LaneAccumulator:
     sum uses the gradient's own memory. Memory for each further open sum is allocated when its first gradient arrives.
 
     Args:
-        first: Accumulators of the first open sum.
+        first_sum: Accumulators of the first open sum.
         create: Function that creates accumulators for the same parameters with separate memory.
     """
 
-    def __init__(self, lanes: Lanes, first: GradientAccumulator, create: Callable[[], GradientAccumulator]) -> None:
+    def __init__(self, lanes: Lanes, first_sum: GradientAccumulator, create: Callable[[], GradientAccumulator]) -> None:
         self._lanes, self._create = lanes, create
-        self._made = [first]
+        self._accumulators = [first_sum]
         self._num_open = 1
         self._lane = lanes.local_lanes.start
 
-    def at(self, micro_batch: int) -> None:
+    def set_micro_batch(self, micro_batch: int) -> None:
         """Advance to a micro-batch, by its number within these lanes. Call this for the micro-batches in order."""
         lane = self._lanes.lane_of(micro_batch)
         assert self._lane <= lane < self._lanes.local_lanes.stop, (micro_batch, self._lane, lane, self._lanes)
@@ -170,22 +170,22 @@ class LaneAccumulator:
         self._close_lane()
         nodes = self._lanes.subtrees
         assert len(nodes) == self._num_open, (nodes, self._num_open)
-        left = [*self._made[: self._num_open], *[None] * (self._num_open - len(self._made))]
-        self._made = self._made[:1]
-        return list(zip(nodes, left, strict=True))
+        open_sums = [*self._accumulators[: self._num_open], *[None] * (self._num_open - len(self._accumulators))]
+        self._accumulators = self._accumulators[:1]
+        return list(zip(nodes, open_sums, strict=True))
 
     def _close_lane(self) -> None:
         for _ in range(self._lanes.num_merges(self._lane)):
             self._num_open -= 1
-            if self._num_open < len(self._made):
-                self._made[self._num_open - 1].take(self._made[self._num_open])
+            if self._num_open < len(self._accumulators):
+                self._accumulators[self._num_open - 1].merge(self._accumulators[self._num_open])
         self._lane += 1
 
     @property
     def _current(self) -> GradientAccumulator:
-        while len(self._made) < self._num_open:
-            self._made.append(self._create())
-        return self._made[self._num_open - 1]
+        while len(self._accumulators) < self._num_open:
+            self._accumulators.append(self._create())
+        return self._accumulators[self._num_open - 1]
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the current micro-batch's gradient of a parameter."""
@@ -195,16 +195,16 @@ class LaneAccumulator:
         """Add a product to rows of a matrix's gradient."""
         self._current.add_product(name, left, right, first_row)
 
-    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, padding_idx: int | None = None) -> None:
         """Add rows to a matrix's gradient."""
-        self._current.add_rows(name, indexes, rows, ignored)
+        self._current.add_rows(name, indexes, rows, padding_idx)
 
 
 def _num_rows(target: Tensor | SplitTensor) -> int:
     return len(target) if isinstance(target, Tensor) else target.piece_views[-1][0].rows.stop
 
 
-def _places(target: Tensor | SplitTensor, selection: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
+def _pieces(target: Tensor | SplitTensor, selection: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
     """Yield each piece of a matrix as memory [rows, columns], row range and column slice.
 
     Args:
@@ -214,13 +214,13 @@ def _places(target: Tensor | SplitTensor, selection: range | None = None) -> Ite
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
         return
-    for piece, place in target.piece_views:
+    for piece, memory in target.piece_views:
         if selection is None or max(piece.rows.start, selection.start) < min(piece.rows.stop, selection.stop):
             columns = slice(None) if piece.columns is None else slice(piece.columns.start, piece.columns.stop)
-            yield place.view(len(piece.rows), -1), piece.rows, columns
+            yield memory.view(len(piece.rows), -1), piece.rows, columns
 
 
-def _groups_of(indexes: Tensor) -> Tensor:
+def _row_groups(indexes: Tensor) -> Tensor:
     """Return ``row_groups(indexes)``, which is computed only once for all parts of a matrix."""
     groups: Tensor | None = getattr(indexes, _GROUPS, None)
     if groups is None:
@@ -229,26 +229,26 @@ def _groups_of(indexes: Tensor) -> Tensor:
     return groups
 
 
-def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tensor, ignored: int | None) -> None:
+def _add_rows_chunked(target: Tensor, row_range: range, indexes: Tensor, rows: Tensor, padding_idx: int | None) -> None:
     """Add the rows that belong to this part, in order, a limited number at a time."""
     step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
     for start in range(0, len(rows), step):
-        at, values = indexes[start : start + step], rows[start : start + step]
-        is_here = (at >= held.start) & (at < held.stop)
-        if ignored is not None:
-            is_here &= at != ignored
-        if not reads_sync_host(at.device) and not isinstance(at, FakeTensor):
-            chosen = is_here.nonzero().squeeze(1)
-            place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
+        ids, values = indexes[start : start + step], rows[start : start + step]
+        is_in_range = (ids >= row_range.start) & (ids < row_range.stop)
+        if padding_idx is not None:
+            is_in_range &= ids != padding_idx
+        if not has_sync_reads(ids.device) and not isinstance(ids, FakeTensor):
+            hits = is_in_range.nonzero().squeeze(1)
+            target.index_add_(0, ids[hits].sub_(row_range.start), values.index_select(0, hits).to(target.dtype))
             continue
         # Mask the rows instead of selecting them, because the host does not know the indexes. Masked rows add zeros to
         # different rows, because a GPU serializes additions to the same row.
-        anywhere = torch.arange(len(at), device=at.device).remainder_(len(held))
-        values = values.to(place.dtype).masked_fill(is_here.logical_not().unsqueeze(-1), 0.0)
-        place.index_add_(0, torch.where(is_here, at - held.start, anywhere), values)
+        spread_rows = torch.arange(len(ids), device=ids.device).remainder_(len(row_range))
+        values = values.to(target.dtype).masked_fill(is_in_range.logical_not().unsqueeze(-1), 0.0)
+        target.index_add_(0, torch.where(is_in_range, ids - row_range.start, spread_rows), values)
 
 
-def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+def _multiply_chunked(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
     """Add a product to a sum with a different dtype, a few rows at a time, because no GEMM supports both dtypes."""
     step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
     for start in range(0, len(left), step):
@@ -276,13 +276,13 @@ class GradientReceiver:
         return self._sink
 
     @contextmanager
-    def into(self, sink: GradientSink | None) -> Iterator[None]:
+    def use_sink(self, sink: GradientSink | None) -> Iterator[None]:
         """Pass gradients to a sink within the context."""
-        outer, self._sink = self._sink, sink
+        previous, self._sink = self._sink, sink
         try:
             yield
         finally:
-            self._sink = outer
+            self._sink = previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ _GROUPS = "_megatrain_row_groups"
 def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
     """Return a leaf that shares the memory of ``values`` [M, N]. Intercepted functions send its gradient to the target.
 
-    Code that uses the leaf must run within ``intercepting``.
+    Code that uses the leaf must run within ``intercept_leaves``.
     """
     leaf = values.detach()
     if type(leaf) is Tensor:
@@ -313,13 +313,13 @@ def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
 
 def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
     """Return a new leaf that shares the memory and the target of a weight."""
-    target = target_of(weight)
+    target = gradient_target(weight)
     if target is None or not requires_grad:
         return weight.detach().requires_grad_(requires_grad)
     return weight_leaf(weight, target)
 
 
-def target_of(leaf: Tensor) -> GradientTarget | None:
+def gradient_target(leaf: Tensor) -> GradientTarget | None:
     """Return the target of a leaf, or None for other tensors."""
     target: GradientTarget | None = getattr(leaf, _TARGET, None)
     return target
@@ -345,9 +345,9 @@ class _Interception(TorchFunctionMode):
         return _call_intercepted(func, args, kwargs or {})
 
 
-def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
+def intercept_leaves(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return a context in which torch functions that are called with these leaves are intercepted."""
-    needs_mode = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
+    needs_mode = any(gradient_target(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
     return _Interception() if needs_mode else nullcontext()
 
 
@@ -363,7 +363,7 @@ def _call_intercepted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Compute `F.linear` so that the backward adds the weight's gradient to its target. Return None to use autograd."""
-    target = target_of(weight)
+    target = gradient_target(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
     # Flatten and unflatten here, because autograd forbids in-place changes to views created in `_Linear`.
@@ -374,7 +374,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor |
 
 def _addmm(bias: Tensor, rows: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
     """Compute `torch.addmm` like ``linear``. The weight is [in, out], as in transformers' ``Conv1D``."""
-    target = target_of(weight)
+    target = gradient_target(weight)
     if target is None or options or torch.is_autocast_enabled(rows.device.type) or bias.dim() != 1:
         return None
     out: Tensor = _Addmm.apply(bias, rows, weight, target)  # type: ignore[no-untyped-call]
@@ -390,7 +390,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    target = target_of(weight)
+    target = gradient_target(weight)
     if target is None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     if padding_idx is not None and padding_idx < 0:
@@ -399,7 +399,7 @@ def _embedding(
     return out
 
 
-def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
+def embed_rows(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
     """Return rows that were looked up earlier, as the result of `F.embedding`.
 
     Args:
@@ -459,11 +459,11 @@ class _Addmm(torch.autograd.Function):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, target: GradientTarget, found: Sequence[Tensor]
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, target: GradientTarget, rows: Sequence[Tensor]
     ) -> Tensor:
         ctx.target, ctx.padding_idx = target, padding_idx
         ctx.save_for_backward(ids)
-        return found[0] if found else functional.embedding(ids, weight)
+        return rows[0] if rows else functional.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable

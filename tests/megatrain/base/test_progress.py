@@ -51,7 +51,7 @@ def test_engine_reports_every_tick_and_micro_batch(order: str, tmp_path: Path) -
         engine, loader = trainer.make_engine(1), make_loader(config, plan)
         activity.begin("step", num_parts=len(plan.program.ticks), num_micro_batches=3)
         activity.seen.clear()
-        engine.step(next(loader).micro_batches, number=0, lr=0.0)
+        engine.step(next(loader).micro_batches, step_index=0, lr=0.0)
     seen = [moment for moment in activity.seen if moment.phase]
     parts = [moment.part for moment in seen]
     assert parts == sorted(parts) and parts[-1] == len(plan.program.ticks) - 1

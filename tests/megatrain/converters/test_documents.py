@@ -315,7 +315,7 @@ def test_a_plan_for_a_gpu_counts_the_kernel(is_there: bool, monkeypatch: pytest.
         for padded in (False, True):
             graph = build_graph(config, dtype=torch.bfloat16)
             trace = trace_visits(graph, 1, length, torch.bfloat16, device="cuda", padded=padded)
-            assert trace.exact and not trace.dense_masks and not trace.uncounted
+            assert trace.exact and not trace.dense_masks and not trace.uncounted_ops
             peaks[padded] = max(visit.memory.backward_nbytes for visit in trace.visits)
-            assert length < max(visit.memory.stays_nbytes for visit in trace.visits) < length * length / 10
+            assert length < max(visit.memory.retained_nbytes for visit in trace.visits) < length * length / 10
     assert peaks[True] == pytest.approx(peaks[False], rel=0.05)

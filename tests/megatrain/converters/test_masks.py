@@ -50,5 +50,5 @@ def test_plan_reports_masks(rows: int, packing: str, keys: str, tmp_path: Path) 
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     has_mask = bool(keys) and (packing == "true" or rows > 1 or "eager" in keys)
     assert plan.run.batch.micro_batch_rows == rows
-    assert (max(visit.memory.stays_nbytes for visit in plan.trace.visits) > 4096 * 4096) == has_mask
+    assert (max(visit.memory.retained_nbytes for visit in plan.trace.visits) > 4096 * 4096) == has_mask
     assert any("square of data.max_length" in message for message in messages(plan)) == has_mask

@@ -11,7 +11,7 @@ import torch
 import megatrain
 from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.device.environment import DeterminismError, cublas_setting_read, deterministic_kernels
+from megatrain.engine.device.environment import DeterminismError, consume_cublas_setting, deterministic_kernels
 
 CUDA = torch.device("cuda")  # only its name is used
 
@@ -95,11 +95,11 @@ def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | 
     """Later products need not parse it again; nested contexts for deterministic kernels know that it was read."""
     megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
-        with cublas_setting_read(CUDA):
+        with consume_cublas_setting(CUDA):
             assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
             multiply()
             assert cleared == [None], "a workspace of the old size would be used with the new one"
-            with deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
+            with deterministic_kernels(CUDA, "Model"), consume_cublas_setting(CUDA):
                 multiply()
             assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -111,7 +111,7 @@ def test_cublas_setting_stays_if_products_do_not_parse_it(
     device: torch.device, enabled: bool, cleared: list[str | None]
 ) -> None:
     megatrain._set_deterministic_matmul()
-    with deterministic_kernels(device, "Model", enabled=enabled), cublas_setting_read(device):
+    with deterministic_kernels(device, "Model", enabled=enabled), consume_cublas_setting(device):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not cleared
 
@@ -122,7 +122,7 @@ def test_cublas_setting_stays_if_torch_keeps_the_size(
     """torch versions with a function to change the size parse it once."""
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 1 << 25, raising=False)
     megatrain._set_deterministic_matmul()
-    with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
+    with virtual_gpu(), deterministic_kernels(CUDA, "Model"), consume_cublas_setting(CUDA):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         multiply()
     assert not cleared
@@ -131,7 +131,7 @@ def test_cublas_setting_stays_if_torch_keeps_the_size(
 @pytest.mark.usefixtures("cleared")
 def test_smaller_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
+    with virtual_gpu(), deterministic_kernels(CUDA, "Model"), consume_cublas_setting(CUDA):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
         multiply()
 

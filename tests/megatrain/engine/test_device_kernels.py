@@ -40,7 +40,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels = import_kernels(monkeypatch)
     monkeypatch.setattr(device_kernels, "_kernels", lambda: kernels)
-    monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
+    monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     yield
     sys.modules.pop(KERNELS)
 
@@ -183,7 +183,7 @@ def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pyt
 
 def test_plan_counts_kernel_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a trace have no contents: nothing is launched, and Triton need not be installed."""
-    monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
+    monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():
         groups = device_kernels.row_groups(torch.zeros(9, dtype=torch.long))
@@ -278,7 +278,7 @@ def test_rows_at_any_address_have_the_bits_of_aligned_ones(
 
     expected = made(softmaxes[0], aligned)
     assert all(torch.equal(*pair) for pair in zip(expected, made(softmaxes[1], anywhere), strict=True))
-    monkeypatch.setattr(device_kernels, "_unit_of", lambda *matrices: 1)
+    monkeypatch.setattr(device_kernels, "_vector_size", lambda *matrices: 1)
     assert all(torch.equal(*pair) for pair in zip(expected, made(softmaxes[2], anywhere), strict=True))
 
 
@@ -304,7 +304,7 @@ class Operators(TorchDispatchMode):
 
 def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds in a plan: tensors without contents reach no kernel, and the memory is the same as on a GPU."""
-    monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
+    monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():
         labels, part = torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS, 13, dtype=torch.bfloat16)
@@ -332,7 +332,7 @@ def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dic
 
 @pytest.mark.parametrize("bits", ["*i32", "*i64"])
 def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
-    blocks = {"block_rows": device_kernels._BLOCK_ROWS, "block_others": device_kernels._BLOCK_OTHERS}
+    blocks = {"block_rows": device_kernels._BLOCK_ROWS, "block_compared": device_kernels._BLOCK_COMPARED}
     ptx = ptx_of(kernels, "group_rows", {"indexes": bits, "groups": "*i32"}, blocks)
     assert not re.search(r"\bld\.local|\bst\.local", ptx)
 
@@ -340,7 +340,7 @@ def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> None:
     """Each addition has one number and one row: no sums of several rows, no products, no flush to zero."""
-    types = {"place": "*fp32", "rows": f"*{dtype}", "groups": "*i32"}
+    types = {"target": "*fp32", "rows": f"*{dtype}", "groups": "*i32"}
     ptx = ptx_of(kernels, "add_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
     found = re.findall(r"^\s+(?:@\S+ )?((?:add|sub|mul|fma|mad)\S*\.f32)\b", ptx, re.MULTILINE)
     elements = device_kernels._BLOCK_COLUMNS // (32 * kernels.LAUNCH_OPTIONS["num_warps"])
@@ -350,7 +350,7 @@ def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> N
 
 def test_addresses_of_added_rows_have_64_bits(kernels: ModuleType) -> None:
     """A transposed gradient of 419,431 tokens and 5,120 columns has elements beyond 2**31."""
-    types = {"place": "*fp32", "rows": "*bf16", "groups": "*i32"}
+    types = {"target": "*fp32", "rows": "*bf16", "groups": "*i32"}
     ptx = ptx_of(kernels, "add_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
     assert not re.search(r"mul\.lo\.[su]32|mad\.lo\.[su]32", ptx) and re.search(r"mul(\.wide\.s32|\.lo\.s64)", ptx)
 
@@ -366,7 +366,7 @@ def of_columns(ptx: str, bits: int) -> set[str]:
 
 @pytest.mark.parametrize("unit", [1, 8])
 def test_a_look_up_is_compiled(kernels: ModuleType, unit: int) -> None:
-    types = {"found": "*bf16", "rows": "*fp32", "indexes": "*i64"}
+    types = {"out": "*bf16", "rows": "*fp32", "indexes": "*i64"}
     constants = {"block_columns": device_kernels._BLOCK_COLUMNS, "unit": unit}
     ptx = ptx_of(kernels, "copy_rows", types, constants)
     assert "cvt.rn.bf16" in ptx or "cvt.rn.bf16x2" in ptx
@@ -378,9 +378,9 @@ def test_a_look_up_is_compiled(kernels: ModuleType, unit: int) -> None:
 @pytest.mark.parametrize("has_vectors", [False, True])
 def test_sums_of_logits_are_compiled(kernels: ModuleType, dtype: str, has_totals: bool, has_vectors: bool) -> None:
     types = {"logits": f"*{dtype}", "labels": "*i64"}
-    types |= dict.fromkeys(("largest", "exponentials", "of_label", "totals"), "*fp32")
+    types |= dict.fromkeys(("max_logits", "exp_sums", "label_logits", "logit_sums"), "*fp32")
     constants = {"block_columns": device_kernels._BLOCK_LOGITS, "unit": UNITS[dtype] if has_vectors else 1}
-    constants |= {} if has_totals else {"totals": None}
+    constants |= {} if has_totals else {"logit_sums": None}
     ptx = ptx_of(kernels, "add_logits", types, constants, num_warps=device_kernels._LOGIT_WARPS)
     assert ("ld.global.v4.b32" in ptx) is has_vectors
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
@@ -392,10 +392,10 @@ def test_sums_of_logits_are_compiled(kernels: ModuleType, dtype: str, has_totals
 def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_weighed: bool, has_vectors: bool) -> None:
     types = {"logits": f"*{dtype}", "gradient": f"*{dtype}", "labels": "*i64"}
     types |= dict.fromkeys(("log_sums", "weights"), "*fp32")
-    types |= dict.fromkeys(("divisor", "z_factor", "share", "at_label"), "fp32")
+    types |= dict.fromkeys(("divisor", "z_factor", "share", "label_weight"), "fp32")
     constants = {"block_columns": device_kernels._BLOCK_COLUMNS, "unit": UNITS[dtype] if has_vectors else 1}
     constants |= {} if is_weighed else {"weights": None}
-    ptx = ptx_of(kernels, "gradient_of_logits", types, constants)
+    ptx = ptx_of(kernels, "logits_gradient", types, constants)
     if has_vectors:
         assert of_columns(ptx, 16) == {"ld.global.v4.b32", "st.global.v4.b32"}
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
@@ -405,9 +405,9 @@ def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_we
 
 def test_no_address_and_no_size_is_compiled_into_the_code(kernels: ModuleType) -> None:
     """Otherwise a launch at another placement could run other code, with another order of additions."""
-    floats = {"divisor", "z_factor", "share", "at_label"}  # never are
+    floats = {"divisor", "z_factor", "share", "label_weight"}  # never are
     kernels_by_name = {name: each for name, each in vars(kernels).items() if hasattr(each, "params") and name[0] != "_"}
-    assert kernels_by_name.keys() == {"add_rows", "copy_rows", "gradient_of_logits", "group_rows", "add_logits"}
+    assert kernels_by_name.keys() == {"add_rows", "copy_rows", "logits_gradient", "group_rows", "add_logits"}
     for name in kernels_by_name:
         params = [param for param in getattr(kernels, name).params if not param.is_constexpr]
         assert {param.name for param in params if not param.do_not_specialize} <= floats, name

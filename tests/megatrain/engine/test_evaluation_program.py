@@ -40,7 +40,7 @@ def test_a_pass_is_the_forward_and_the_head_on_weights_alone(order: Any, defer_u
         assert all(mode == "r" and program.blocks[key].kind == "weights" for key, mode in tick.held)
     assert program.ticks == evaluation_program(program_of("layer")).ticks
     assert program.ticks[0].held == program.ticks[-1].held  # the embedding is the head
-    assert len(program.chosen_ticks()) == len(program.ticks)
+    assert len(program.select_ticks()) == len(program.ticks)
 
 
 def test_the_schedule_ends_with_the_last_pass() -> None:

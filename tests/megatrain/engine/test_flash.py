@@ -22,7 +22,7 @@ from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.engine.device import flash
 from megatrain.engine.device.attention import AttentionCall
-from megatrain.engine.device.flash import check_repeatable, flash_kernels, flash_of_gpu
+from megatrain.engine.device.flash import check_determinism, flash_for_gpu, flash_kernels
 from megatrain.machine.planned_machine import find_machine
 from megatrain.plan import traced
 from megatrain.plan.plan import Plan
@@ -77,8 +77,8 @@ def test_a_missing_package_or_function_of_torch_is_named(monkeypatch: pytest.Mon
 
 def test_backwards_with_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same check runs on a GPU before a deterministic run starts."""
-    monkeypatch.setattr(flash, "_TRIED_SHAPE", (4, 32, 64))
-    check_repeatable("FA3", CPU)
+    monkeypatch.setattr(flash, "_TEST_SHAPE", (4, 32, 64))
+    check_determinism("FA3", CPU)
     attend, calls = flash.scaled_dot_product_attention, 0
 
     def drifting(*args: Tensor, **options: Any) -> Tensor:
@@ -88,7 +88,7 @@ def test_backwards_with_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(flash, "scaled_dot_product_attention", drifting)
     with pytest.raises(UnsupportedModelError, match="flash-attn-3 differ from run to run"):
-        check_repeatable("FA3", CPU)
+        check_determinism("FA3", CPU)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_backwards_with_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_kernels_follow_the_architecture(name: str, kernels: str) -> None:
-    assert flash_of_gpu(CUDA, name) == kernels
+    assert flash_for_gpu(CUDA, name) == kernels
 
 
 # -- workspace ---------------------------------------------------------------------------------------------------------
@@ -146,12 +146,12 @@ def test_the_plan_covers_the_workspace(
     func = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     call = AttentionCall.from_operator(func, (out, query, key, key, out), {})
     assert call is not None
-    found = call.hidden_nbytes(CUDA, is_deterministic=True, flash=kernels)
+    found = call.workspace_nbytes(CUDA, is_deterministic=True, flash=kernels)
     exact = allocated(kernels, batch, tokens, heads, key_heads, width)
     assert exact <= found <= exact * (1 + 0.01 + 300 / tokens)
     forward = torch.ops.aten._scaled_dot_product_flash_attention.default
     passed = AttentionCall.from_operator(forward, (query, key, key), {})
-    assert passed is not None and passed.hidden_nbytes(CUDA, is_deterministic=True, flash=kernels) == 0
+    assert passed is not None and passed.workspace_nbytes(CUDA, is_deterministic=True, flash=kernels) == 0
 
 
 def test_the_512k_row_of_a_7b_model_takes_less_than_fa2() -> None:
@@ -169,7 +169,7 @@ def test_rows_of_several_lengths(kernels: Any) -> None:
     rows, keys = 1000 + 3 * 128, 1000 + 3 * 128
     exact = rows * 8 * (64 + 2) + 2 * keys * 2 * 64 + 2 * 8 * 8 + 2 * 2 * 2 * 8 * 2
     copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2
-    found = call.hidden_nbytes(CUDA, is_deterministic=True, flash=kernels) - copied
+    found = call.workspace_nbytes(CUDA, is_deterministic=True, flash=kernels) - copied
     assert 4 * exact <= found <= 1.3 * 4 * exact
 
 
@@ -181,8 +181,8 @@ def test_a_free_order_of_sums_may_split_keys() -> None:
     )
     assert call is not None
     least = 16 * 4 * 1024 * 65 * 4
-    assert least <= call.hidden_nbytes(CUDA, is_deterministic=False, flash="FA3") < 1.25 * least
-    assert call.hidden_nbytes(CUDA, is_deterministic=False, flash="FA4") == 0
+    assert least <= call.workspace_nbytes(CUDA, is_deterministic=False, flash="FA3") < 1.25 * least
+    assert call.workspace_nbytes(CUDA, is_deterministic=False, flash="FA4") == 0
 
 
 # -- the choice of a plan ----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     checked: Callable[[Any], None] = traced.check_flash
     monkeypatch.setattr(traced, "check_flash", lambda run: None)  # the CPU takes the place of a GPU
-    monkeypatch.setattr(flash, "_TRIED_SHAPE", (4, 32, 64))
+    monkeypatch.setattr(flash, "_TEST_SHAPE", (4, 32, 64))
     for kernels in ("FA3", "FA2"):
         monkeypatch.setattr(traced, "choose_flash", lambda run, kernels=kernels: (kernels, ""))
         first = trainer(kernels, 1)

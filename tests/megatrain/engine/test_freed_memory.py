@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import sys
 import psutil, torch
-from megatrain.engine.device.freed_memory import freed_memory_kept, give_back_beyond_limit, give_back_freed_memory
+from megatrain.engine.device.freed_memory import keep_freed_memory, return_excess_memory, return_freed_memory
 
 store = object()
 
@@ -30,31 +30,31 @@ torch.ones(7 << 20)  # of 28 MiB: from now on glibc takes smaller ones from its 
 before = resident()
 what, room = sys.argv[1], int(sys.argv[2]) << 20
 if what == "given":
-    give_back_freed_memory()
+    return_freed_memory()
     small = freed()
 elif what == "kept":
-    with freed_memory_kept(store, before + room):
+    with keep_freed_memory(store, before + room):
         small = freed()
-        give_back_beyond_limit(store, 0)
+        return_excess_memory(store, 0)
         print((resident() - before) >> 20)
         small += freed()
         print((resident() - before) >> 20)
 elif what == "before an op":
-    with freed_memory_kept(store, before + room):
+    with keep_freed_memory(store, before + room):
         small = freed()
         for op_bytes in (0, 32 << 20, 128 << 20):
-            give_back_beyond_limit(store, op_bytes)
+            return_excess_memory(store, op_bytes)
             print((resident() - before) >> 20)
 elif what == "next to another":
-    with freed_memory_kept(store, before + room):
+    with keep_freed_memory(store, before + room):
         another = torch.ones(64 << 20)  # of 256 MiB, which the forecast lacks
-        give_back_beyond_limit(store, 0)
+        return_excess_memory(store, 0)
         before = resident()
         torch.ones(2 << 20)
-        give_back_beyond_limit(store, 0)
+        return_excess_memory(store, 0)
         print((resident() - before) >> 20)
         small = freed()
-        give_back_beyond_limit(store, 0)
+        return_excess_memory(store, 0)
         print((resident() - before) >> 20)
 else:
     small = freed()

@@ -61,7 +61,7 @@ def test_an_idle_unit_has_zeros_and_leases_nothing(parts: tuple[NotingAccess, li
     idle, busy = (RoutedWeights(bound, FIRST_VISIT, access) for bound in bounds[:2])
     idle.record_calls([routed_to([1])])
     busy.record_calls([routed_to([1])])
-    with idle.leased() as zeros, busy.leased() as weights:
+    with idle.lease() as zeros, busy.lease() as weights:
         assert [zeros[name].shape for name in sorted(zeros)] == [weights[name].shape for name in sorted(weights)]
         assert all(isinstance(each, torch.Tensor) and not each.any() for each in zeros.values())
         assert all(isinstance(each, torch.Tensor) and each.any() for each in weights.values())

@@ -71,7 +71,7 @@ class Layer:
 
     def first_run(self) -> tuple[list[Tensor], SavedInputs]:
         """Return the outputs of the first run, and its saved state."""
-        with self.access.weights(self.bound.unit, VISIT) as weights, self.bound.bound(weights) as leaves:
+        with self.access.weights(self.bound.unit, VISIT) as weights, self.bound.bind(weights) as leaves:
             run = UnitRun.from_call(self.bound, self.waiting, 0)
             result, kept = self.keeping.run(run, self.waiting, leaves)
             return [output.detach().clone() for output in result.outputs], kept
@@ -81,9 +81,9 @@ class Layer:
         self.access.begin("backward", VISIT)
         with (
             self.access.weights(self.bound.unit, VISIT) as weights,
-            self.bound.bound(weights) as leaves,
+            self.bound.bind(weights) as leaves,
             self.access.gradients(self.bound.unit, VISIT) as sink,
-            self.bound.receiver.into(sink),
+            self.bound.receiver.use_sink(sink),
             kept.graph(leaves) as graph,
         ):
             outputs = [output for output in graph.outputs if isinstance(output, Tensor)]
@@ -121,11 +121,11 @@ def test_absent_micro_batches_lease_their_blocks_in_the_order_of_the_plan() -> N
     planned: list[tuple[int, int | None]] = [(0, 0), (0, None), (2, 0), (2, None)]
     absent = AbsentMicroBatches(VISIT, access, planned, torch.zeros((), requires_grad=True))
     with torch.enable_grad():
-        absent.put(before=1)
+        absent.put(stop=1)
         assert access.leases == [("put", 0, 0), ("results", 0, None)]
         absent.put()
     access.begin("backward", VISIT)
-    absent.take(before=2)
+    absent.take(stop=2)
     absent.take()
     assert access.leases[2:4] == [("put", 2, 0), ("results", 2, None)]
     assert access.leases[4:] == [("get", 0, 0), ("results", 0, None), ("get", 2, 0), ("results", 2, None)]

@@ -16,7 +16,7 @@ from megatrain.engine.head.cross_entropy import CrossEntropy
 from megatrain.engine.head.objective import Objective
 from megatrain.engine.program.block_keys import results_key
 from megatrain.engine.program.builder import ProgramBuilder
-from megatrain.engine.program.keeping import activations_of, keeping_graphs, saving_results
+from megatrain.engine.program.keeping import activation_keys, keep_graphs, save_results
 from megatrain.engine.program.step_program import GroupUpdates, StepProgram
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.unit.graph_keeping import KeptGraph
@@ -274,7 +274,7 @@ class RealLedger(CountingMode):
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, torch.Tensor):
-                self._count(item)
+                self._count_storage(item)
         return result
 
 
@@ -293,19 +293,19 @@ class CountedAccess(MemoryAccess):
     def watched(self) -> RealLedger:
         """Return a new ledger that counts allocations from now on."""
         self.ledger = RealLedger()
-        with self.ledger.paused():
+        with self.ledger.pause():
             for weight in self._weights.values():
-                self.ledger._count(weight)
+                self.ledger._count_storage(weight)
         return self.ledger
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
-        with self.ledger.paused():
+        with self.ledger.pause():
             super().put_activation(visit, micro_batch, index, tensor)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[Any]:
         with ExitStack() as stack:
-            with self.ledger.paused():
+            with self.ledger.pause():
                 sink = stack.enter_context(super().gradients(unit, visit))
             yield _PausedSink(sink, self.ledger)
 
@@ -318,7 +318,7 @@ class _PausedSink:
         method = getattr(self._sink, name)
 
         def paused(*args: Any) -> None:
-            with self._ledger.paused():
+            with self._ledger.pause():
                 method(*args)
 
         return paused
@@ -373,9 +373,9 @@ def program_of(graph: ModelGraph, trace: VisitTrace, order: Any) -> StepProgram:
 def test_the_program_of_kept_visits_has_no_activations(order: str) -> None:
     graph = build_graph(tiny_config("llama"))
     program = program_of(graph, trace_visits(graph, 2, 16, torch.float32), order)
-    kept = keeping_graphs(program, frozenset({3, 4}))
+    kept = keep_graphs(program, frozenset({3, 4}))
     assert kept.recompute.kept_graphs == {3, 4} and len(kept.ticks) == len(program.ticks)
-    activations = activations_of(program)
+    activations = activation_keys(program)
     assert program.blocks.keys() - kept.blocks.keys() == activations[3] | activations[4] != set()
     for before, after in zip(program.ticks, kept.ticks, strict=True):
         assert (before.phase, before.visit, before.held) == (after.phase, after.visit, after.held)
@@ -383,7 +383,7 @@ def test_the_program_of_kept_visits_has_no_activations(order: str) -> None:
             assert not after.passing and after.spent == before.spent - activations[after.visit]
         else:
             assert after == before
-    assert keeping_graphs(program, frozenset()) == program
+    assert keep_graphs(program, frozenset()) == program
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
@@ -391,7 +391,7 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     program = program_of(graph, trace, order)
-    saved = saving_results(program, trace, frozenset({2, 3}))
+    saved = save_results(program, trace, frozenset({2, 3}))
     num_slots = 3 if order == "layer" else 1
     keys = {results_key(visit, slot) for visit in (2, 3) for slot in range(num_slots)}
     assert saved.recompute.saved_attention == {2, 3} and saved.blocks.keys() - program.blocks.keys() == keys
@@ -407,7 +407,7 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
         else:
             assert after.spent == before.spent | set(own)
             assert all(group[-1] == (key, "r") for group, key in zip(after.passing, own, strict=True))
-    kept = keeping_graphs(saved, frozenset({3, 4}))
+    kept = keep_graphs(saved, frozenset({3, 4}))
     assert (kept.recompute.saved_attention, kept.recompute.kept_graphs) == ({2}, {3, 4})
     assert kept.blocks.keys() & keys == {key for key in keys if key.startswith("activations/2/")}
 
@@ -456,4 +456,6 @@ def test_result_in_reused_memory_is_not_part_of_the_graph() -> None:
         layer.mlp.register_forward_hook(sines_dropped)
     (one, other) = (trace_visits(graph, 2, 16, torch.float32) for graph in (plain, dropping))
     assert [visit.memory.graph_nbytes for visit in one.visits] == [visit.memory.graph_nbytes for visit in other.visits]
-    assert [visit.unneeded.weights for visit in one.visits] == [visit.unneeded.weights for visit in other.visits]
+    assert [visit.unneeded_products.weights for visit in one.visits] == [
+        visit.unneeded_products.weights for visit in other.visits
+    ]

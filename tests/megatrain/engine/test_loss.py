@@ -14,7 +14,7 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.device.host_io import read_numbers
 from megatrain.engine.head.cross_entropy import RunningSoftmax
-from megatrain.engine.head.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
+from megatrain.engine.head.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_metrics
 from megatrain.engine.head.objective import Objective
 from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
@@ -131,7 +131,7 @@ def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str,
         **options,
     )
     queued = runner.queue(padded_batches())
-    means = mean_figures(queued.figures)
+    means = mean_metrics(queued.metrics)
     return sum(read_numbers(queued.terms)), means, access.finish()
 
 
@@ -169,7 +169,7 @@ def test_one_more_loss_is_one_file(name: str) -> None:
     for parameter, gradient in gradients.items():
         assert torch.allclose(own[parameter], gradient, rtol=1e-4, atol=2e-6 * largest), parameter
     assert figures == ({} if name == "each row by itself" else {"rows": num_items() / len(padded_batches())})
-    for options in ({"order": "micro_batch"}, {"parts_in_turn": True}):
+    for options in ({"order": "micro_batch"}, {"is_part_major": True}):
         again, same, bits = step(loss, **options)
         assert again == found and same == figures
         assert all(torch.equal(bits[parameter], gradient) for parameter, gradient in own.items())
@@ -185,4 +185,4 @@ def test_model_with_a_custom_loss_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_mean_of_a_figure_divides_by_its_count() -> None:
     """Also by one, the smallest count, and a figure without examples is 0, not NaN."""
     figures = [PartialMean("a", 3.0, 1), PartialMean("b", torch.tensor(3.0), 1), PartialMean("b", 4.0, 3)]
-    assert mean_figures([*figures, PartialMean("c", 0.0, 0)]) == {"a": 3.0, "b": 7 / 4, "c": 0.0}
+    assert mean_metrics([*figures, PartialMean("c", 0.0, 0)]) == {"a": 3.0, "b": 7 / 4, "c": 0.0}

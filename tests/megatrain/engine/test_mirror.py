@@ -90,7 +90,7 @@ def test_uncertain_values_are_read_from_the_device(name: str) -> None:
     assert mirror.num_answers == 0 and waits["_local_scalar_dense"] == 1
 
 
-def test_an_input_that_was_changed_is_not_known_any_more() -> None:
+def test_an_input_that_was_changed_is_not_mirrored_any_more() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
     mirror.register(positions, POSITIONS)
     positions.add_(1)
@@ -125,12 +125,12 @@ def test_mirror_keeps_no_tensors() -> None:
     with mirror:
         result = device + 1
         assert result.max().item() == 5
-    assert len(mirror._known) == 2
+    assert len(mirror._mirrored) == 2
     del result
     gc.collect()
-    assert len(mirror._known) == 1, "known tensors die with their owners"
+    assert len(mirror._mirrored) == 1, "known tensors die with their owners"
     mirror.forget()
-    assert len(mirror._known) == 0
+    assert len(mirror._mirrored) == 0
     with mirror:
         assert (device + 1).max().item() == 5
     assert mirror.num_answers == 1

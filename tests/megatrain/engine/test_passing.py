@@ -24,13 +24,13 @@ class Parts:
     """Parts of a matrix, with leases as in a store."""
 
     def __init__(self, matrix: Tensor, *, passes: bool = True) -> None:
-        self._matrix, self.passes = matrix, passes
+        self._matrix, self.is_passing = matrix, passes
         self.shape, self.rows = tuple(matrix.shape), ROWS
-        self.leased: list[int] = []
+        self.lease: list[int] = []
 
     @contextmanager
     def part(self, number: int) -> Iterator[Tensor]:
-        self.leased.append(number)
+        self.lease.append(number)
         yield self._matrix[ROWS[number].start : ROWS[number].stop]
 
 
@@ -42,7 +42,7 @@ class Embedding:
         unit: Unit = graph.units[0]
         self.bound = BoundUnit(unit, torch.device("cpu"))
         ((_, self.owner, _),) = unit.params
-        shape = self.bound.absent(self.owner).shape
+        shape = self.bound.placeholder(self.owner).shape
         self.matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         self.parts = Parts(self.matrix)
 
@@ -53,7 +53,7 @@ class Embedding:
     def run(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """Return the results of a visit for some micro-batches."""
         calls = [UnitCall(0, (each,), {}, None) for each in ids]
-        with self.bound.bound(self.weights), torch.no_grad():
+        with self.bound.bind(self.weights), torch.no_grad():
             wanted = self.bound.look_up(calls)
             assert [[list(each.shape) for each in of_weight] for of_weight in wanted] == [[list(i.shape) for i in ids]]
             found = []
@@ -70,18 +70,18 @@ def ids_of(*shapes: tuple[int, ...]) -> list[Tensor]:
 def test_each_part_comes_once_for_all_micro_batches() -> None:
     embedding, ids = Embedding(), ids_of((2, 8), (1, 5), (3, 4))
     found = embedding.run(ids)
-    assert embedding.parts.leased == [0, 1, 2]
+    assert embedding.parts.lease == [0, 1, 2]
     for each, rows in zip(ids, found, strict=True):
         assert torch.equal(rows, embedding.matrix[each])
 
 
 def test_rows_are_looked_up_again_for_second_runs() -> None:
     embedding, ids = Embedding(), ids_of((2, 8), (1, 5))
-    with embedding.bound.bound(embedding.weights), torch.no_grad():
+    with embedding.bound.bind(embedding.weights), torch.no_grad():
         embedding.bound.rows.look_up_again([ids])
         embedding.bound.rows.call_index = 1
         assert torch.equal(embedding.bound.call(UnitCall(0, (ids[1],), {}, None)), embedding.matrix[ids[1]])
-    assert embedding.parts.leased == [0, 1, 2]
+    assert embedding.parts.lease == [0, 1, 2]
 
 
 def test_an_index_out_of_range_is_refused() -> None:
@@ -99,4 +99,4 @@ def test_after_a_visit_no_weight_passes() -> None:
 def test_unused_parts_are_leased_all_the_same() -> None:
     passing, held = Parts(torch.zeros(VOCAB, 4)), Parts(torch.zeros(VOCAB, 4), passes=False)
     lease_passing_parts({"passing": passing, "held": held, "whole": torch.zeros(2, 2)})
-    assert passing.leased == [0, 1, 2] and held.leased == []
+    assert passing.lease == [0, 1, 2] and held.lease == []

@@ -48,12 +48,12 @@ def test_update_runs_on_the_tier_of_its_surviving_blocks() -> None:
     """The gradient is dead after the update, so its home does not matter."""
     homes = {"w": "gpu", "m": "gpu", "g": "ram"}
     update, forward = TICKS[UPDATE], TICKS[FORWARD]
-    assert PROGRAM.tier_of(update, homes) == "gpu"
+    assert PROGRAM.tick_tier(update, homes) == "gpu"
     for key in ("w", "m"):
-        assert PROGRAM.tier_of(update, {**homes, key: "ram"}) == "ram"
-    assert PROGRAM.tier_of(forward, {**homes, "w": "ram"}) == "gpu"
+        assert PROGRAM.tick_tier(update, {**homes, key: "ram"}) == "ram"
+    assert PROGRAM.tick_tier(forward, {**homes, "w": "ram"}) == "gpu"
     host_updates = StepProgram(BLOCKS, TICKS, "gpu")
-    assert host_updates.tier_of(update, homes) == "ram"
+    assert host_updates.tick_tier(update, homes) == "ram"
 
 
 def test_schedule_lists_moved_and_written_blocks() -> None:

@@ -287,16 +287,16 @@ def test_trace_records_saved_and_held_bytes() -> None:
     graph, trace = graph_with_trace("llama", tied=True)
     assert [visit.unit for visit in trace.visits] == [0, 1, 2, 3, 4, 5]
     assert [visit.is_head for visit in trace.visits] == [False] * 5 + [True]
-    assert trace.visits[0].saved == ()
-    assert all(visit.saved == (((2, 16, 32), torch.float32),) for visit in trace.visits[1:5])
+    assert trace.visits[0].saved_inputs == ()
+    assert all(visit.saved_inputs == (((2, 16, 32), torch.float32),) for visit in trace.visits[1:5])
     layers = trace.visits[2:4]
     assert layers[0] == layers[1] or layers[0].memory.held_nbytes == layers[1].memory.held_nbytes
-    hidden_nbytes = 2 * 16 * 32 * 4
-    assert trace.visits[2].memory.held_nbytes == 2 * hidden_nbytes + trace.visits[2].memory.stays_nbytes
+    workspace_nbytes = 2 * 16 * 32 * 4
+    assert trace.visits[2].memory.held_nbytes == 2 * workspace_nbytes + trace.visits[2].memory.retained_nbytes
     assert all(0 < visit.memory.forward_nbytes <= visit.memory.backward_nbytes for visit in layers)
     logits_nbytes = 2 * 16 * VOCAB * 4  # a loss makes further tensors of that size
     assert 2 * logits_nbytes < trace.head_nbytes < 4 * logits_nbytes and trace.exact
-    assert 0 < layers[0].memory.stays_nbytes < layers[0].memory.held_nbytes
+    assert 0 < layers[0].memory.retained_nbytes < layers[0].memory.held_nbytes
     assert all(parameter.is_meta for parameter in graph.model.parameters())
     assert torch.zeros(1).device.type == "cpu"
 
@@ -306,7 +306,7 @@ def test_trace_marks_visits_without_backward() -> None:
     trace = trace_visits(graph, 2, 16, torch.float32)
     assert [visit.has_backward for visit in trace.visits] == [False, False, True, True, True, True]
     # The stream into layer 1 needs no gradient but is needed again.
-    assert [len(visit.saved) for visit in trace.visits] == [0, 0, 1, 1, 1, 0]
+    assert [len(visit.saved_inputs) for visit in trace.visits] == [0, 0, 1, 1, 1, 0]
 
 
 def test_held_memory_does_not_grow_with_depth() -> None:
@@ -335,7 +335,9 @@ def test_trace_matches_bytes_saved_by_a_real_step(monkeypatch: pytest.MonkeyPatc
     ids = torch.randint(3, 90, (2, 16))
     runner = layer_runner(graph, access, device="cpu", trace=trace)
     runner.forward_backward([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}])
-    assert [tuple(seen.get(number, ())) for number in range(len(trace.visits))] == [v.saved for v in trace.visits]
+    assert [tuple(seen.get(number, ())) for number in range(len(trace.visits))] == [
+        v.saved_inputs for v in trace.visits
+    ]
     assert trace.exact, "the value that it reads is a constant"
 
 

@@ -170,13 +170,13 @@ def test_a_call_that_differs_is_computed() -> None:
     query, key = (torch.randn(1, 2, length, 8) for length in (6, 6))
     results, room = SavedResults(), torch.zeros(4096, dtype=torch.uint8)
     attend = torch.nn.functional.scaled_dot_product_attention
-    with results.saving(room, {}):
+    with results.save_calls(room, {}):
         causal = attend(query, key, key, is_causal=True)
     room.zero_()  # makes every answer visible
-    with results.replaying(room, {}):
+    with results.replay_calls(room, {}):
         assert torch.equal(attend(query, key, key), attend(query, key, key))
-    with results.replaying(room, {}):
+    with results.replay_calls(room, {}):
         assert not attend(query, key, key, is_causal=True).any() and causal.any()
-    with results.replaying(room, {}):
+    with results.replay_calls(room, {}):
         longer = torch.cat([query, query], dim=2)
         assert attend(longer, longer, longer, is_causal=True).any()

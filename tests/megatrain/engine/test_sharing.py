@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.engine.program.block_plan import BlockPlan
-from megatrain.engine.program.sharing import LEAST_FILLED, sharing_gradients
+from megatrain.engine.program.sharing import MIN_FILL, share_gradients
 from megatrain.engine.program.step_program import GroupUpdates, StepProgram, Tick
 
 Lives = list[tuple[int, int, int]]  # first tick, last tick, elements
@@ -45,13 +45,13 @@ lives = st.lists(
 @given(lives)
 def test_every_gradient_is_alone_in_its_block_while_it_lives(given: Lives) -> None:
     before = program_of(given)
-    after = sharing_gradients(before)
+    after = share_gradients(before)
     where: dict[str, set[str]] = {}
     for number, (old, new) in enumerate(zip(before.ticks, after.ticks, strict=True)):
         assert len({key for key, _ in new.held}) == len(new.held) == len(old.held), "two in one block in one tick"
         for (key, mode), (block, new_mode) in zip(old.held, new.held, strict=True):
             assert after.contents(number, block) == before.blocks[key] and mode == new_mode
-            assert after.blocks[block].num_elements * LEAST_FILLED <= before.blocks[key].num_elements
+            assert after.blocks[block].num_elements * MIN_FILL <= before.blocks[key].num_elements
             assert after.blocks[block].num_elements >= before.blocks[key].num_elements
             assert (key in old.spent) == (block in new.spent)
             where.setdefault(key, set()).add(block)
@@ -66,13 +66,13 @@ def test_every_gradient_is_alone_in_its_block_while_it_lives(given: Lives) -> No
 def test_shared_blocks_match_concurrent_lifetimes(given: list[tuple[int, int]]) -> None:
     spans = [(start, min(29, start + length), 1024) for start, length in given]
     most = max((sum(start <= tick <= stop for start, stop, _ in spans) for tick in range(30)), default=0)
-    assert len(sharing_gradients(program_of(spans)).blocks) == most
+    assert len(share_gradients(program_of(spans)).blocks) == most
 
 
 def test_blocks_alive_in_the_next_step_are_not_shared() -> None:
     spans = [(n, 29 - n, 1024) for n in range(5)]
     held = program_of(spans, deferred=True)
-    assert sharing_gradients(held) == held
+    assert share_gradients(held) == held
 
 
 def test_sizes_of_many_layers_need_few_blocks() -> None:
@@ -80,6 +80,6 @@ def test_sizes_of_many_layers_need_few_blocks() -> None:
     chance = random.Random(7)
     sizes = [1024 * chance.randint(64, 128) for _ in range(40)]
     program = program_of([(2 * n, 2 * n + 1, size) for n, size in enumerate(sizes)], num_ticks=80)
-    shared = sharing_gradients(program)
+    shared = share_gradients(program)
     assert len(shared.blocks) == 3
     assert 4 * max(sizes) < sum(block.nbytes for block in shared.blocks.values()) <= 3 * 4 * max(sizes)

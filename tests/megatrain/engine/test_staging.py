@@ -100,7 +100,7 @@ def test_micro_batches_and_their_rows() -> None:
     micro_batches = {number: {"input_ids": torch.tensor([[number, 2]])} for number in labels}
     labelled = {number: labelled_rows(each) for number, each in labels.items()}
     teacher = {3: {"scores": torch.tensor([0.5])}}
-    batches, rows, read = MicroBatches(CPU).place(micro_batches, labelled, teacher)
+    batches, rows, read = MicroBatches(CPU).upload(micro_batches, labelled, teacher)
     assert read == {3: {"scores": torch.tensor([0.5])}, 1: {}}
     assert {number: batch["input_ids"].tolist() for number, batch in batches.items()} == {3: [[3, 2]], 1: [[1, 2]]}
     assert {number: (pair[0].tolist(), pair[1].tolist()) for number, pair in rows.items()} == {

@@ -106,7 +106,7 @@ def test_followed_copies_match_moved_contents(uses: list[tuple[str, str, bool, b
     for access, use in zip(accesses, found, strict=True):
         away = access.tier != home
         assert use.was_pinned == (here is not None)
-        if use.fetches:
+        if use.needs_fetch:
             assert away and not use.was_pinned and access.mode != "w"
             here = at_home
         if access.mode != "w" and not is_dead:
@@ -114,7 +114,7 @@ def test_followed_copies_match_moved_contents(uses: list[tuple[str, str, bool, b
         if access.mode != "r":
             newest, is_dead = newest + 1, False
             here, at_home = (newest, at_home) if away else (None, newest)
-        if use.writes_back:
+        if use.needs_write_back:
             assert away and here is not None and here > at_home, "nothing newer to write"
             at_home = here
         if use.release in (Release.EVICT, Release.DISCARD):
@@ -136,6 +136,6 @@ def test_discards_between_blocks_at_home_are_one_call_in_the_order_of_the_tape()
         ["HOME", "DISCARD", "HOME", "DISCARD", "EVICT", "HOME", "DISCARD"],
     )
     uses = [Use(f"b{number}", "rw", False, False, Release[release], False) for number, release in enumerate(releases)]
-    TapeStore(store, dict.fromkeys((use.key for use in uses), "ram")).released(uses, "gpu")
+    TapeStore(store, dict.fromkeys((use.key for use in uses), "ram")).release_copies(uses, "gpu")
     calls = [call for call in store.mock_calls if call[0] != "tiers_between"]
     assert calls == [mock.call.discard("b1", "b3"), mock.call.evict("b4", "gpu"), mock.call.discard("b6")]

@@ -91,7 +91,7 @@ def run_twice(
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_skipped_products_change_no_result(family: str) -> None:
     config, graph, trace = traced(family)
-    left_out = {name for visit in trace.visits for name in visit.unneeded.weights}
+    left_out = {name for visit in trace.visits for name in visit.unneeded_products.weights}
     matching = {end: [name for name in left_out if name.endswith(end)] for end in LEFT_OUT[family]}
     assert all(matching.values()), (matching, sorted(left_out))
     assert left_out == {name for names in matching.values() for name in names}
@@ -104,7 +104,7 @@ def test_skipped_products_change_no_result(family: str) -> None:
 def test_skipping_a_needed_product_changes_gradients() -> None:
     config, graph, trace = traced("llama")
     wrong = tuple(
-        replace(visit, unneeded=SkippedProducts(frozenset({name})))
+        replace(visit, unneeded_products=SkippedProducts(frozenset({name})))
         if (name := "model.layers.1.mlp.up_proj.weight") in {owner for _, owner, _ in graph.units[visit.unit].params}
         else visit
         for visit in trace.visits
@@ -119,7 +119,7 @@ def test_frozen_product_is_needed_before_a_norm_but_not_before_a_sum() -> None:
     layers = [visit for visit in trace.visits if graph.units[visit.unit].is_layer]
     # Autograd saves no inputs of frozen matrices. Attention saves queries and keys. Its output goes only into the
     # frozen product, whose result goes into the stream that the norm saves.
-    assert [sorted(name.split(".", 3)[3] for name in visit.unneeded.weights) for visit in layers] == (
+    assert [sorted(name.split(".", 3)[3] for name in visit.unneeded_products.weights) for visit in layers] == (
         [["mlp.down_proj.weight"]] * 3
     )
 
@@ -130,7 +130,7 @@ def test_counted_work_matches_the_products() -> None:
     for visit in trace.visits:
         expected = 2 * rows * length * config.hidden_size * config.intermediate_size
         expected *= graph.units[visit.unit].is_layer
-        assert visit.unneeded.work.flops == expected
+        assert visit.unneeded_products.work.flops == expected
         if visit.has_backward and not visit.is_head:
             assert visit.recompute.flops == visit.forward.flops - expected
 
@@ -138,7 +138,7 @@ def test_counted_work_matches_the_products() -> None:
 def test_compiled_layers_run_whole() -> None:
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32, is_compiled=True)
-    assert not any(visit.unneeded.weights for visit in trace.visits)
+    assert not any(visit.unneeded_products.weights for visit in trace.visits)
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ def unneeded_of(unit: Callable[[Tensor, Tensor], Tensor], stream: Tensor | None 
         uses.record_saved(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), uses.following():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), uses.track():
         result = unit(X.clone().requires_grad_() if stream is None else stream, weight)
-    return set(uses.unneeded([result]).weights)
+    return set(uses.find_unneeded([result]).weights)
 
 
 KEPT: list[Tensor] = []

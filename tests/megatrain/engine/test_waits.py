@@ -34,7 +34,7 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the engine act on the CPU as on a GPU: norms stay tensors, and host copies answer value reads."""
     for module in (inputs, weight_gradients):
-        monkeypatch.setattr(module, "reads_sync_host", lambda device: True)
+        monkeypatch.setattr(module, "has_sync_reads", lambda device: True)
     monkeypatch.setattr(gradients, "SquaredNorm", NormOnDevice)
 
 
@@ -77,7 +77,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
         expected = plain.forward_backward(micro_batches)
     num_looks = waits["_local_scalar_dense"] + waits["tolist"] - 1  # the last one reads the loss
     assert len(micro_batches) <= num_looks <= 4 * len(micro_batches), "the plain run reads masks"
-    monkeypatch.setattr(inputs, "reads_sync_host", lambda device: True)
+    monkeypatch.setattr(inputs, "has_sync_reads", lambda device: True)
     mirrored = runner_of(config)
     assert mirrored.forward_backward(micro_batches) == expected
     assert mirrored._micro_batches.mirror is not None
@@ -111,7 +111,7 @@ def test_a_whole_step_reads_once_at_its_end(
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         engine = trainer.make_engine(3)
-        engine.step(next(loader).micro_batches, number=0, lr=1e-3)
+        engine.step(next(loader).micro_batches, step_index=0, lr=1e-3)
         before_read = Counter[str]()
 
         class Arriving(host_io.PendingScalars):
@@ -123,7 +123,7 @@ def test_a_whole_step_reads_once_at_its_end(
         monkeypatch.setattr(leased, "PendingScalars", Arriving)
         micro_batches = next(loader).micro_batches
         with counted_waits() as waits:
-            result = engine.step(micro_batches, number=1, lr=1e-3)
+            result = engine.step(micro_batches, step_index=1, lr=1e-3)
     assert 0 < result.loss < 8 and 0 < result.grad_norm < 10, "the logarithm of 1024 tokens is 6.9"
     assert len(reads) == 1
     # Host blocks reach the update's kernels through numpy. No other value is read before the final read, unless updates

@@ -158,7 +158,7 @@ def test_gradients_match_autograd(trains_input: bool) -> None:
     out = layer(x, ids).square().sum()
     with pytest.raises(AssertionError, match="outside of the backward of its unit"):
         torch.autograd.grad(out, list(leaves.values()), allow_unused=True, retain_graph=True)
-    with receiver.into(sink):
+    with receiver.use_sink(sink):
         found = torch.autograd.grad(out, [*wanted, *leaves.values()], allow_unused=True)
     given = dict(zip(leaves, found[len(wanted) :], strict=True))
     assert [name for name, gradient in given.items() if gradient is not None] == ["bias", "a.bias", "b.weight"]

@@ -11,7 +11,7 @@ from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program.block_plan import BlockPlan
 from megatrain.engine.program.builder import ProgramBuilder
-from megatrain.engine.program.keeping import keeping_graphs
+from megatrain.engine.program.keeping import keep_graphs
 from megatrain.engine.program.step_program import LayoutSplits, StepProgram, Tick
 from megatrain.engine.program.workspace import (
     Transient,
@@ -38,7 +38,7 @@ def test_workspace_peak_counts_concurrent_bytes() -> None:
     first, second = Transient("first part", 5, (3, 1), (3, 1)), Transient("second part", 7, (3, 2), (3, 2))
     assert peak_bytes([]) == 0
     assert peak_bytes([whole, first, second]) == 17  # one part after the other
-    assert peak_bytes([first, replace(second, first=(3, 1))]) == 12
+    assert peak_bytes([first, replace(second, start=(3, 1))]) == 12
     # A transient that begins in the last turn of another overlaps it; in the next tick it does not.
     assert peak_bytes([first, Transient("meets", 1, (3, 1), (9, 0))]) == 6
     assert peak_bytes([whole, Transient.for_tick("later", 10, 4)]) == 10
@@ -97,7 +97,7 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
     plain = ProgramBuilder(
         graph, trace, num_micro_batches=3, order="layer", compute_tier="ram", optimizer=AdamW()
     ).build()
-    program = keeping_graphs(plain, frozenset({2, 3}))
+    program = keep_graphs(plain, frozenset({2, 3}))
     waiting = list(kept_graphs(trace, program, {2, 3}, 3))
     assert peak_bytes(waiting) == 3 * (trace.visits[2].memory.graph_nbytes + trace.visits[3].memory.graph_nbytes)
     visits = list(visit_transients(graph, trace, program, 3, CPU))
@@ -120,7 +120,7 @@ def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
     found = computing_bytes(trace, plain)
     assert found == [by_phase[tick.phase](tick.visit) for tick in plain.ticks]
     assert len({*found}) > 2
-    kept = dict(zip(plain.ticks, computing_bytes(trace, keeping_graphs(plain, frozenset({2}))), strict=True))
+    kept = dict(zip(plain.ticks, computing_bytes(trace, keep_graphs(plain, frozenset({2}))), strict=True))
     (forward,) = (nbytes for tick, nbytes in kept.items() if (tick.phase, tick.visit) == ("forward", 2))
     assert forward == max(kept.values()) > trace.visits[2].memory.forward_nbytes
 
@@ -137,20 +137,20 @@ def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
     }
     held, summed = ((weight, "r"),), (((gradient, "w"),),)
     ticks = (
-        Tick("gather", 0, held, serves="forward"),  # type: ignore[arg-type]
-        Tick("gather", 0, held, serves="backward"),  # type: ignore[arg-type]
+        Tick("gather", 0, held, served_phase="forward"),  # type: ignore[arg-type]
+        Tick("gather", 0, held, served_phase="backward"),  # type: ignore[arg-type]
         Tick("forward", 0, ()),
         Tick("backward", 0, ()),
-        Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
+        Tick("exchange", 0, (), summed, served_phase="backward"),  # type: ignore[arg-type]
     )
     sharding = Sharding(RankShards(0, 2), RankLanes(2, 2), Lanes.for_rank(0, 2, 2, 2))
     program = StepProgram(blocks, ticks, "ram", cuts=LayoutSplits(), sharding=sharding)
     found = list(collective_transients(graph, program))
     full = 4 * 2 * length
     copies = [each for each in found if each.name == "full copy"]
-    assert [(each.nbytes, each.first[0], each.last[0]) for each in copies] == [(full, 0, 2), (full, 1, 3)]
+    assert [(each.nbytes, each.start[0], each.end[0]) for each in copies] == [(full, 0, 2), (full, 1, 3)]
     (sums,) = (each for each in found if each.name == "sums")
-    assert (sums.nbytes, sums.first[0], sums.last[0]) == (full, 3, 4)
+    assert (sums.nbytes, sums.start[0], sums.end[0]) == (full, 3, 4)
     (received,) = (each for each in found if each.name == "received sums")
     assert received.nbytes == 2 * 4 * length  # both ranks' sums of the shard
     assert peak_bytes(found) == 2 * full
@@ -160,9 +160,9 @@ def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
         program,
         ticks=(
             Tick("backward", 1, ()),
-            Tick("exchange", 1, (), summed, serves="backward"),  # type: ignore[arg-type]
+            Tick("exchange", 1, (), summed, served_phase="backward"),  # type: ignore[arg-type]
             Tick("backward", 0, ()),
-            Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
+            Tick("exchange", 0, (), summed, served_phase="backward"),  # type: ignore[arg-type]
             Tick("update", 0, ()),
         ),
         compute_tier="gpu",
@@ -170,4 +170,4 @@ def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
     )
     sums_of_visits = [each for each in collective_transients(graph, sent) if each.name == "sums"]
     # A GPU sends the sums of visit 1 while visit 0 runs, and the sums of visit 0 until the step ends.
-    assert [(each.first[0], each.last[0]) for each in sums_of_visits] == [(0, 2), (2, 4)]
+    assert [(each.start[0], each.end[0]) for each in sums_of_visits] == [(0, 2), (2, 4)]

@@ -384,7 +384,7 @@ def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
         path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
         path.write_text(path.read_text().replace("[model]", f"[model]\n{text}", 1))
         plan = plan_run(resolve(load_config(path).config))
-        assert len(plan.program.recompute.saving) == count
+        assert len(plan.program.recompute.saving_visits) == count
 
 
 def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:

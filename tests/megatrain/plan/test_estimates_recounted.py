@@ -64,8 +64,8 @@ def drives_of(plan: Plan) -> tuple[int, int]:
     for op in tape_of(plan).ops:
         for use in op.uses:
             if homes[use.key] == "nvme" and op.tier != "nvme":
-                read += blocks[use.key].nbytes * use.fetches
-                written += blocks[use.key].nbytes * use.writes_back
+                read += blocks[use.key].nbytes * use.needs_fetch
+                written += blocks[use.key].nbytes * use.needs_write_back
     return read, written
 
 

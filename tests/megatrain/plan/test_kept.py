@@ -65,7 +65,7 @@ def test_last_layers_are_kept_up_to_the_memory(tmp_path: Path) -> None:
         assert kept_bytes(plan, kept) - one <= plan.kept_bytes < kept_bytes(plan, kept) + PAGE_BYTES
         assert plan.placement.workspace_bytes["ram"] == none.placement.workspace_bytes["ram"] + plan.kept_bytes
         activations = [block for block in plan.program.blocks.values() if block.kind == "activations"]
-        num_saving = len(plan.program.recompute.saving)
+        num_saving = len(plan.program.recompute.saving_visits)
         assert len(activations) == 3 * (5 - len([visit for visit in kept if visit > 0]) + num_saving)
         taken = sum(plan.budgets_by_tier["ram"].slot_bytes(block.nbytes) for block in activations)
         assert plan.placement.home_bytes["ram"]["activations"] == taken
@@ -123,7 +123,7 @@ def test_table_lists_kept_results(tmp_path: Path) -> None:
 
 def test_hardware_flops_count_fewer_recomputes(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, training='recompute = "none:2"')
-    tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
+    tokens = {"num_positions": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
     all_again, flops = (
         step_flops(plan.trace, **tokens),
         step_flops(plan.trace, **tokens, recompute=plan.program.recompute),
@@ -133,7 +133,7 @@ def test_hardware_flops_count_fewer_recomputes(tmp_path: Path) -> None:
     assert all_again.hardware - flops.hardware == pytest.approx(saved * 384 / plan.trace.num_tokens, abs=1)
     everything = step_flops(
         plan.trace,
-        num_places=384,
+        num_positions=384,
         num_real_tokens=384,
         num_trained_tokens=384,
         recompute=Recompute(frozenset(range(6))),
@@ -151,7 +151,7 @@ SELECTIVE = 'recompute = "selective"'
 def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
     """Covers queries, keys, values, attention with its sums, its projection, gate and up; not the last product."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
-    assert selective.program.recompute.saved_results == {1, 2, 3, 4} and not full.program.recompute.saving
+    assert selective.program.recompute.saved_results == {1, 2, 3, 4} and not full.program.recompute.saving_visits
     config, rows, length = selective.graph.config, 2, 64
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     widths = [queries, keys, keys, queries, config.num_attention_heads, config.hidden_size]
@@ -177,9 +177,9 @@ def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> N
         assert 0 <= plan.budgets["ram"] - plan.totals["ram"] < most.kept_bytes / 4, (
             "the graph of another layer does not fit"
         )
-        assert not recompute.kept_graphs & recompute.saving
+        assert not recompute.kept_graphs & recompute.saving_visits
         assert not recompute.saved_attention & recompute.saved_results
-        saving = recompute.kept_graphs | recompute.saving
+        saving = recompute.kept_graphs | recompute.saving_visits
         if size >= selective.totals["ram"]:
             assert {1, 2, 3, 4} <= saving and not recompute.saved_attention
         again = flops_per_token(full) - flops_per_token(plan)
@@ -189,7 +189,7 @@ def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> N
 
 def test_results_that_would_move_are_left_to_measured_rates(tmp_path: Path) -> None:
     streamed = {"nvme": 1, "placement": 'optimizer = ["nvme"]'}
-    assert not make_plan(tmp_path, **streamed).program.recompute.saving
+    assert not make_plan(tmp_path, **streamed).program.recompute.saving_visits
     plan = make_plan(tmp_path, training='recompute = "selective:2"', **streamed)
     assert plan.program.recompute.saved_results == {3, 4}
 
@@ -210,7 +210,7 @@ def test_saved_results_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path)
 
 def test_saved_results_are_no_work_of_the_hardware(tmp_path: Path) -> None:
     full, saved = (make_plan(tmp_path, training=f'recompute = "{choice}"') for choice in ("full", "selective"))
-    tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
+    tokens = {"num_positions": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
     less = (
         step_flops(saved.trace, **tokens),
         step_flops(saved.trace, **tokens, recompute=saved.program.recompute),
@@ -245,7 +245,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     trace = kept.trace
     saved = sum(trace.visits[visit].recompute.flops for visit in kept.program.recompute.kept_graphs) / trace.num_tokens
     less = flops_per_token(again) - flops_per_token(kept)
-    last = sum(trace.visits[visit].unneeded.work.flops for visit in kept.program.recompute.kept_graphs)
+    last = sum(trace.visits[visit].unneeded_products.work.flops for visit in kept.program.recompute.kept_graphs)
     never_again = last / trace.num_tokens
     # Plus half of causal attention.
     assert 0.85 * saved < less < saved and less == pytest.approx(2 * once - never_again, rel=0.1)

@@ -98,7 +98,7 @@ def test_results_are_saved_next_to_moving_blocks_if_faster(
     assert not on_drive.program.recompute.saved_results
     beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', training='recompute = "none:1"')
     assert beside.program.recompute.kept_graphs == {4, 5} and any(beside.traffic.values())
-    assert not beside.program.recompute.saving, "with an explicit number, other layers are recomputed whole"
+    assert not beside.program.recompute.saving_visits, "with an explicit number, other layers are recomputed whole"
 
 
 @pytest.mark.parametrize(("ram", "num_layers"), [("14MiB", 1), ("18MiB", 3)])

@@ -61,7 +61,7 @@ def planned(
 def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     """Each weight's gradient is one launch, attention one for all documents, and cross entropy one kernel."""
     on_cpu, products = planned(tmp_path, "cpu-server-512gb"), 0
-    add = GradientAccumulator._add
+    add = GradientAccumulator._add_matmul
 
     def counted(self: GradientAccumulator, *args: Any, **options: Any) -> None:
         nonlocal products
@@ -72,12 +72,12 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
         raise AssertionError("as the CPU does it")
 
     with (
-        mock.patch.object(GradientAccumulator, "_add", counted),
-        mock.patch.object(weight_gradients, "_multiply_in_ranges", of_the_cpu),
+        mock.patch.object(GradientAccumulator, "_add_matmul", counted),
+        mock.patch.object(weight_gradients, "_multiply_chunked", of_the_cpu),
         mock.patch.object(documents, "_attend_documents", of_the_cpu),
     ):
         on_gpu = planned(tmp_path, "h200-1.5tb")
-    assert on_gpu.trace.exact and not on_gpu.trace.uncounted
+    assert on_gpu.trace.exact and not on_gpu.trace.uncounted_ops
     here, there = work_of_phases(on_cpu), work_of_phases(on_gpu)
     for phase, work in there.items():
         assert work.product_flops == here[phase].product_flops, phase
@@ -106,7 +106,7 @@ def test_a_trace_of_padded_rows_is_not_reused_for_rows_without_padding(tmp_path:
 
 def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
     """Fake tensors of the CPU replace the GPU's. The kernels of the plan decide about the workspace."""
-    table, count = 'use_liger_kernel = false\nflash_attention = "{}"\n', AttentionCall.hidden_nbytes
+    table, count = 'use_liger_kernel = false\nflash_attention = "{}"\n', AttentionCall.workspace_nbytes
     counted: list[tuple[str, bool, int]] = []
 
     def noted(call: AttentionCall, device: torch.device, *, flash: FlashKernels, **options: bool) -> int:
@@ -140,7 +140,7 @@ def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
         planned(tmp_path, "h200-1.5tb", model_table=f"use_liger_kernel = {text}\n") for text in ("false", '"auto"')
     )
     assert (plain.run.uses_liger, fused.run.uses_liger) == (False, True)
-    assert fused.trace.exact and not fused.trace.uncounted
+    assert fused.trace.exact and not fused.trace.uncounted_ops
     for phase, work in work_of_phases(plain).items():
         other = work_of_phases(fused)[phase]
         assert (other.product_flops, other.attention_flops) == (work.product_flops, work.attention_flops), phase

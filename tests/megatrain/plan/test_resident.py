@@ -113,7 +113,7 @@ def test_state_never_comes_without_its_weights(form: str, tmp_path: Path) -> Non
                 lasting = [key for key, _ in tick.held if key not in tick.spent]
                 state = {homes[key] for key in lasting if program.blocks[key].kind == "optimizer"}
                 assert state == {"ram"} or {homes[key] for key in lasting} == {"gpu"}
-                assert (program.tier_of(tick, homes) == "gpu") == (state == {"gpu"})
+                assert (program.tick_tier(tick, homes) == "gpu") == (state == {"gpu"})
 
 
 def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> 
     lasting = sum(block.nbytes for block in blocks if block.kind in ("weights", "optimizer"))
     homes = homes_after(program, lasting, Residency(frozenset({"weights", "optimizer", "gradients"})))
     updates = [tick for tick in program.ticks if tick.phase == "update"]
-    assert sum(program.tier_of(tick, homes) == "gpu" for tick in updates) == len(updates) - 1
+    assert sum(program.tick_tier(tick, homes) == "gpu" for tick in updates) == len(updates) - 1
     for number, key in program.occupants:
-        if program.tier_of(program.ticks[number], homes) == "gpu" and program.ticks[number].phase == "update":
+        if program.tick_tier(program.ticks[number], homes) == "gpu" and program.ticks[number].phase == "update":
             assert homes[key] == "gpu"
 
 
@@ -153,7 +153,7 @@ def test_gpu_holds_no_state_without_an_update_kernel(tmp_path: Path) -> None:
     allowed = {kind: ["ram"] for kind in ALL_KINDS}
     placement = PlacementSolver(program, list(tiers.values()), allowed).solve()
     assert not placement.home_bytes["gpu"]["optimizer"] and placement.home_bytes["gpu"]["activations"]
-    assert {program.tier_of(tick, placement.homes) for tick in program.ticks if tick.phase == "update"} == {"ram"}
+    assert {program.tick_tier(tick, placement.homes) for tick in program.ticks if tick.phase == "update"} == {"ram"}
 
 
 @pytest.mark.parametrize(

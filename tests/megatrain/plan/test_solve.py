@@ -136,8 +136,8 @@ def test_workspace_counts_streams_twice_and_masks_once() -> None:
     """Between two units each micro-batch has one unit's input and the other's output, and masks and tables."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
-    stays = max(visit.memory.stays_nbytes for visit in trace.visits)
-    streams = max(visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits)
+    stays = max(visit.memory.retained_nbytes for visit in trace.visits)
+    streams = max(visit.memory.held_nbytes - visit.memory.retained_nbytes for visit in trace.visits)
     assert stays > 0
     inside = max(
         trace.head_nbytes, *(max(visit.memory.forward_nbytes, visit.memory.backward_nbytes) for visit in trace.visits)
@@ -162,7 +162,7 @@ def test_export_has_space_for_the_master_of_parts_and_shards() -> None:
     """Each block has 2 bytes for an element, its low half 2 more; the master has 4 for all elements of the layout."""
     size, name = PAGE_BYTES, weight_key("layer")
     blocks = [
-        *(BlockPlan(f"{name}.{part}", "weights", size, torch.bfloat16, part_of=name) for part in range(3)),
+        *(BlockPlan(f"{name}.{part}", "weights", size, torch.bfloat16, parent_key=name) for part in range(3)),
         BlockPlan(state_key("layer", "low"), "optimizer", size, torch.int16),
     ]
     program = StepProgram({block.key: block for block in blocks}, (), "gpu")

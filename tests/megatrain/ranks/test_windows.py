@@ -41,7 +41,7 @@ def test_exchange_memory_matches_the_plan(
         engine = trainer.make_engine(1)
         sharding, lanes, held_at_once = engine._access.sharding, plan.program.sharding.lanes, set()
         assert isinstance(sharding, Ranks)
-        window, added = sharding.window, sharding.gradients._added
+        window, added = sharding.window, sharding.gradients._exchange_sums
 
         def measured(sums: Sequence[Tensor]) -> Tensor:
             before, most, window.peak_bytes = window.live_bytes, window.peak_bytes, 0
@@ -50,8 +50,8 @@ def test_exchange_memory_matches_the_plan(
             window.peak_bytes = max(most, window.peak_bytes)
             return found
 
-        monkeypatch.setattr(sharding.gradients, "_added", measured)
-        engine.step(next(make_loader(config, plan)).micro_batches, number=0, lr=1e-3)
+        monkeypatch.setattr(sharding.gradients, "_exchange_sums", measured)
+        engine.step(next(make_loader(config, plan)).micro_batches, step_index=0, lr=1e-3)
         engine.finish_updates()
         assert held_at_once == {lanes.num_sums}
         assert engine.window_bytes == peak_bytes(collective_transients(plan.graph, plan.program)) > 0

@@ -14,7 +14,7 @@ from torch.nn import functional
 from megatrain.engine.device.work import NO_WORK, Work
 from megatrain.engine.unit.unneeded import ProductUses
 from megatrain.trace.counting import count_flops
-from megatrain.trace.kernel_work import accesses, has_products, kernels_counted
+from megatrain.trace.kernel_work import count_accesses, count_kernel_launches, has_products
 
 triton = pytest.importorskip("triton")
 ROWS, WIDTH = 48, 640
@@ -34,10 +34,10 @@ def kernel(out_ptr: Any, sums_ptr: Any, left_ptr: Any, right_ptr: Any, kept_ptr:
 
 
 def test_kernel_accesses_are_found_in_the_source() -> None:
-    found = accesses(kernel)
+    found = count_accesses(kernel)
     pointers = {name: times for name, times in found.items() if name.endswith("_ptr")}
     assert pointers == {"out_ptr": 1, "sums_ptr": 2, "left_ptr": 1, "right_ptr": 1, "kept_ptr": 2}
-    assert accesses(eval("lambda a, b: a")) == {}  # no source
+    assert count_accesses(eval("lambda a, b: a")) == {}  # no source
 
 
 def product(out_ptr: Any, left_ptr: Any, right_ptr: Any) -> None:
@@ -48,7 +48,7 @@ def product(out_ptr: Any, left_ptr: Any, right_ptr: Any) -> None:
 def test_uncounted_kernel_products_are_reported() -> None:
     assert has_products(product) and not has_products(kernel)
     said: list[str] = []
-    with FakeTensorMode(), kernels_counted(lambda work, uncounted, tensors: said.append(uncounted)):
+    with FakeTensorMode(), count_kernel_launches(lambda work, uncounted, tensors: said.append(uncounted)):
         triton.jit(product)[(1,)](*(torch.empty(16, 16) for _ in range(3)))
     assert said == ["kernel product: its products are not counted"]
 
@@ -61,7 +61,7 @@ def counted(run: Callable[[], Any]) -> Work:
         found[0] += work
         assert uncounted == "" and tensors
 
-    with kernels_counted(book):
+    with count_kernel_launches(book):
         run()
     return found[0]
 
@@ -140,9 +140,9 @@ def unneeded_products(*, is_told: bool) -> set[str]:
             uses.record_launch(tensors)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with FakeTensorMode(allow_non_fake_inputs=True), kernels_counted(book), hooks, uses.following():
+    with FakeTensorMode(allow_non_fake_inputs=True), count_kernel_launches(book), hooks, uses.track():
         result = run(torch.empty(ROWS, WIDTH))
-    return set(uses.unneeded([result]).weights)
+    return set(uses.find_unneeded([result]).weights)
 
 
 def test_products_read_by_a_needed_kernel_are_needed() -> None:

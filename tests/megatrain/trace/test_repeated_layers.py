@@ -36,7 +36,7 @@ def backwards_counted() -> Iterator[list[int]]:
     backward = UnitVisit.backward
 
     def counted(visit: UnitVisit, gradients: Any) -> Any:
-        found.append(visit.number)
+        found.append(visit.index)
         return backward(visit, gradients)
 
     with mock.patch.object(UnitVisit, "backward", counted):
@@ -49,7 +49,7 @@ def traced(
     """Return the trace, the trace that runs every layer, and the number of backwards that the first one skipped."""
     with backwards_counted() as some:
         trace = trace_visits(graph, *shape, dtype, **options)
-    with mock.patch.object(RepeatedLayers, "earlier", return_value=None), backwards_counted() as every:
+    with mock.patch.object(RepeatedLayers, "find", return_value=None), backwards_counted() as every:
         whole = trace_visits(graph, *shape, dtype, **options)
     assert set(some) <= set(every)
     return trace, whole, len(every) - len(some)
@@ -97,7 +97,7 @@ def test_repeated_layers_match_for_any_model_type(family: str, device: str, monk
     with fake_cuda() if device == "cuda" else nullcontext():
         try:
             graph = build_graph(shrunk_config(family), dtype=torch.bfloat16)
-            with mock.patch.object(RepeatedLayers, "earlier", return_value=None):
+            with mock.patch.object(RepeatedLayers, "find", return_value=None):
                 # A warm-up trace: torch's caches of fake results shrink some later backwards by 8 bytes.
                 trace_visits(graph, 2, 12, torch.bfloat16, device=device)
         except Exception as error:
@@ -135,8 +135,8 @@ def test_one_layer_of_many_is_run() -> None:
 def test_unneeded_products_are_named_per_layer() -> None:
     trace, _, num = traced(build_graph(tiny_config("llama")))
     assert num == 2
-    layers = [visit for visit in trace.visits if visit.has_backward and visit.unneeded.weights]
-    assert [visit.unneeded.weights for visit in layers] == [
+    layers = [visit for visit in trace.visits if visit.has_backward and visit.unneeded_products.weights]
+    assert [visit.unneeded_products.weights for visit in layers] == [
         {f"model.layers.{number}.mlp.down_proj.weight"} for number in range(3)
     ]
 

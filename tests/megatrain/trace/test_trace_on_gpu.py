@@ -61,9 +61,9 @@ def test_trace_is_exact_without_device_allocations(family: str, dtype: torch.dty
     graph = build_graph(tiny_config(family, tied=False), dtype=dtype)
     buffers = {name: (id(buffer), buffer.clone()) for name, buffer in graph.model.named_buffers()}
     trace = trace_visits(graph, 1, 64, dtype, device="cuda", padded=padded)
-    assert (trace.exact, trace.guesses, trace.uncounted) == (True, (), ())
+    assert (trace.exact, trace.guesses, trace.uncounted_ops) == (True, (), ())
     on_cpu = trace_visits(graph, 1, 64, dtype, padded=padded)
-    assert [visit.saved for visit in trace.visits] == [visit.saved for visit in on_cpu.visits]
+    assert [visit.saved_inputs for visit in trace.visits] == [visit.saved_inputs for visit in on_cpu.visits]
     assert all(visit.forward.flops > 0 for visit in trace.visits if graph.units[visit.unit].is_layer)
     for name, buffer in graph.model.named_buffers():
         assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1]) and buffer.device.type == "cpu"
@@ -90,7 +90,7 @@ def call(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat1
 def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **options: Any) -> int:
     found = AttentionCall.from_operator(*call(name, *shapes, **options), {})
     assert found is not None
-    return found.hidden_nbytes(CUDA, is_deterministic=is_deterministic)
+    return found.workspace_nbytes(CUDA, is_deterministic=is_deterministic)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_allocations_of_other_attention_backwards() -> None:
     found = AttentionCall.from_operator(func, (crossed, *others), {})
     assert found is not None and found.num_copied_bytes == crossed.nbytes
     assert (
-        AttentionCall.from_operator(func, (crossed, *others), {}).hidden_nbytes(
+        AttentionCall.from_operator(func, (crossed, *others), {}).workspace_nbytes(
             torch.device("cpu"), is_deterministic=True
         )
         == 0
@@ -159,9 +159,9 @@ def test_rows_of_several_lengths_in_one() -> None:
     expanded = 2 * 1000 * 8 * 64 * 2
     copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # gradients; short sequences take several calls
     hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
-    assert found.hidden_nbytes(CUDA, is_deterministic=True) == hidden
+    assert found.workspace_nbytes(CUDA, is_deterministic=True) == hidden
     least = 2 * 1000 * 8 * 64 * 4
-    assert least <= found.hidden_nbytes(CUDA, is_deterministic=False) < 2 * least, "the maximum of a call"
+    assert least <= found.workspace_nbytes(CUDA, is_deterministic=False) < 2 * least, "the maximum of a call"
 
 
 def test_plan_includes_flash_attention_memory() -> None:
@@ -209,10 +209,10 @@ def test_grouped_queries_are_counted_without_torch_formulas(device: str) -> None
         trace_of(config=tiny_config("llama", tied=False, num_key_value_heads=heads), device=device, padded=False)
         for heads in (2, 4)
     )
-    assert (grouped.guesses, grouped.uncounted) == ((), ())
+    assert (grouped.guesses, grouped.uncounted_ops) == ((), ())
     # Each layer has smaller key and value projections, by 2 x 16 x 32 weights; its attention is equal.
     assert alike.visits[2].forward.flops - grouped.visits[2].forward.flops == 2 * 64 * (2 * 16 * 32)
-    assert step_flops(grouped, num_places=64, num_real_tokens=64, num_trained_tokens=64).model > 0
+    assert step_flops(grouped, num_positions=64, num_real_tokens=64, num_trained_tokens=64).model > 0
 
 
 @pytest.mark.parametrize(
@@ -239,21 +239,21 @@ def test_a_formula_that_fails_costs_figures_and_no_plan(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("megatrain.trace.counting.count_flops", failing)
     trace = trace_of()
-    assert trace.exact and trace.uncounted == ("aten.silu.default: AssertionError: no such shape",)
+    assert trace.exact and trace.uncounted_ops == ("aten.silu.default: AssertionError: no such shape",)
     assert [visit.memory.backward_nbytes for visit in trace.visits] == [
         visit.memory.backward_nbytes for visit in whole.visits
     ]
-    assert step_flops(trace, num_places=64, num_real_tokens=64, num_trained_tokens=64) == StepFlops(0, 0)
+    assert step_flops(trace, num_positions=64, num_real_tokens=64, num_trained_tokens=64) == StepFlops(0, 0)
 
 
 def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = CountingMode._count
+    count = CountingMode._count_storage
 
     def failing(ledger: CountingMode, tensor: torch.Tensor) -> None:
-        assert not (ledger.where == "model.layers.1" and tensor.dim() == 4), "counted twice"
+        assert not (ledger.current_unit == "model.layers.1" and tensor.dim() == 4), "counted twice"
         count(ledger, tensor)
 
-    monkeypatch.setattr(CountingMode, "_count", failing)
+    monkeypatch.setattr(CountingMode, "_count_storage", failing)
     with pytest.raises(CountingError, match=r"aten\..* cannot be counted: AssertionError: counted twice"):
         trace_of()
 
@@ -337,7 +337,7 @@ def test_bytes_saved_by_attention(padded: bool) -> None:
     """Output and sums of flash attention, for whole rows and for documents, and almost nothing else."""
     config = tiny_config("llama", tied=False)
     trace = trace_of(config=config, length=512, padded=padded)
-    layers = [visit for visit in trace.visits if visit.saved and visit.attention.nbytes]
+    layers = [visit for visit in trace.visits if visit.saved_inputs and visit.attention.nbytes]
     assert len(layers) == config.num_hidden_layers
     for visit in layers:
         results = 512 * (config.hidden_size * 2 + config.num_attention_heads * 4)
