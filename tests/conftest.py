@@ -93,6 +93,7 @@ LONG_MATRICES = (
 SHARE, FEWEST = 17, 2  # a prime, so that the kept cases have different values of each parameter
 #: Exceptions: all cases run, because they take milliseconds and differ, or because no other test is of their kind.
 SHORT = (
+    "tests/megatrain/embed/test_optimizer.py::test_cleared_gradients_are_not_used",
     "tests/gpu/test_freed_memory.py",
     "tests/megatrain/engine/test_mirror.py",
     "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_are_the_same_bits[zamba2]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,8 +214,9 @@ def test_an_update_knows_nothing_of_the_one_before(name: str) -> None:
     used, generator = make_optimizer(name), np.random.default_rng(5)
     kinds, master = [kind.name for kind in used.state], random_array(generator, 64)
     grad = torch.from_numpy(random_array(generator, 64))
-    segments = [Segment(0, 16, 0.1), Segment(16, 64, 0.1, lr_scale=2.0)]
-    for update in (Update(2, 1e-3), Update(2, 1e-2), Update(2, 1e-2, 0.5), Update(3, 1e-2, 0.5)):
+    updates = (Update(2, 1e-3), Update(2, 1e-2), Update(2, 1e-2, 0.5), Update(3, 1e-2, 0.5))
+    layouts = ([Segment(0, 64, 0.1)], [Segment(0, 16, 0.1), Segment(16, 64, 0.1, lr_scale=2.0)])
+    for segments, update in itertools.product(layouts, updates):
         found, expected = ({**master_blocks(master, False), **{kind: torch.ones(64) for kind in kinds}} for _ in "ab")
         used.update(found, grad, segments, update)
         for segment in segments:

@@ -20,7 +20,7 @@ from megatrain.config import load_config
 from megatrain.extras.report.figures import ChangedKey, compute_figures
 from megatrain.extras.report.history import NoRunRecordsError, read_history
 from megatrain.extras.report.page import render_page
-from megatrain.extras.report.step_picture import draw, read_bars
+from megatrain.extras.report.step_picture import LEFT, PASSES, RIGHT, WIDTH, Bar, draw, read_bars
 from megatrain.extras.report.text import report_lines
 from megatrain.run.folder import RunFolder
 from megatrain.run.record import write_plan, write_summary
@@ -386,6 +386,13 @@ def test_a_long_timeline_has_few_bars(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [NAMED, *spans]}))
     bars = read_bars(tmp_path / "trace.json")
     assert len(bars) == 30_000 and draw(bars, "", "").count("<rect") < 5000
+
+
+def test_the_ruler_has_a_mark_at_every_tenth_of_a_second() -> None:
+    text = draw([Bar(PASSES, 0, "forward", "", 0.0, 1.0)], "", "")
+    marks = re.findall(r'<text x="([0-9.]+)"[^>]*>([0-9]+) ms<', text)
+    assert [label for _, label in marks] == [str(100 * number) for number in range(11)]
+    assert float(marks[0][0]) == LEFT and float(marks[-1][0]) == WIDTH - RIGHT
 
 
 def test_distillation_and_cross_entropy_share_no_axis(tmp_path: Path) -> None:
