@@ -47,7 +47,7 @@ class GraphKeeper:
         self._peak_without_graphs = peak_bytes(self._transients)
 
     def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> PlacedStep | Shortfall:
-        """Return the placement with the choice graphs and results, or a shortfall if a tier is too small.
+        """Return the placement with the chosen graphs and results, or a shortfall if a tier is too small.
 
         The tier can be too small for the requested numbers of layers, or even without graphs and results.
 

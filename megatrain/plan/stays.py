@@ -17,7 +17,7 @@ class RetainedCopy:
     Attributes:
         start: Tick of the first use.
         stop: Tick of the next use. It is at most ``start`` if it belongs to the next step.
-        gaps: Ticks gaps the uses. The copy takes extra memory there.
+        gaps: Ticks between the uses. The copy takes extra memory there.
         ends: Subset of the ticks ``start`` and ``stop`` at which the copy takes extra memory.
         nbytes: Size of the copy's slot.
     """
