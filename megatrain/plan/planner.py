@@ -204,7 +204,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         return candidate if step_s(candidate) < WORTHWHILE * step_s(plan) else plan
     if candidate is plan:
         return plan
-    # ``found`` already uses the first of ``OPEN_SHARES``, so try only the other shares.
+    # ``candidate`` already uses the first of ``OPEN_SHARES``, so try only the other shares.
     alternatives = islice(with_open_room(candidate, profile), 1, None)
     return choose_fastest(chain((plan, candidate), (other for other in alternatives if _has_similar_wear(other, plan))))
 
