@@ -115,7 +115,7 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
         return nbytes
 
     with (
-        mock.patch.object(AttentionCall, "hidden_nbytes", noted),
+        mock.patch.object(AttentionCall, "workspace_nbytes", noted),
         mock.patch.object(traced, "trace_visits", trace_visits),  # no trace of an earlier plan
     ):
         for asked, chosen in (("FA2", "FA2"), ("FA3", "FA3"), ("auto", "FA3")):
