@@ -226,9 +226,9 @@ def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False
 
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, so that they survive a power cut. Leaves existing folders unchanged."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
+    for folder in missing_folders:
         sync_path(folder.parent)
 
 
@@ -239,10 +239,10 @@ def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[in
     """
     real_paths = [Path(os.path.realpath(path)) for path in paths]
     for index, path in enumerate(real_paths):
-        for other_index, other in enumerate(real_paths[:index]):
-            if path == other:
+        for other_index, other_path in enumerate(real_paths[:index]):
+            if path == other_path:
                 yield index, other_index, "is the same folder as"
-            elif other in path.parents:
+            elif other_path in path.parents:
                 yield index, other_index, "lies inside"
-            elif path in other.parents:
+            elif path in other_path.parents:
                 yield index, other_index, "contains"

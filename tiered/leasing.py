@@ -271,13 +271,13 @@ class Leasing:
         """Make a copy the newest version of its block. Drop or invalidate all other copies."""
         block.version += 1
         self.movement.occupancy.count_valid_copy()
-        for other in block.copies.values():
-            if other is copy:
+        for other_copy in block.copies.values():
+            if other_copy is copy:
                 continue
-            if not other.is_home and other.slot is not None:
-                self.movement.drop(other)
-            elif other.is_home and other.state is CopyState.CLEAN:
-                other.move(CopyState.STALE)
+            if not other_copy.is_home and other_copy.slot is not None:
+                self.movement.drop(other_copy)
+            elif other_copy.is_home and other_copy.state is CopyState.CLEAN:
+                other_copy.move(CopyState.STALE)
         if copy.is_home:
             if copy.state is CopyState.FILLING:
                 copy.move(CopyState.CLEAN)

@@ -43,16 +43,16 @@ def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
         lines = mounts.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
         lines = []
-    best = Mount("/", "unknown", "unknown")
+    result = Mount("/", "unknown", "unknown")
     for line in lines:
         fields = line.split(" ")
         if "-" not in fields[6:]:
             continue
         point, kind_index = unescape(fields[4]), fields.index("-", 6) + 1
         # If several file systems are mounted at one point, only the last one is visible.
-        if path.is_relative_to(point) and len(point) >= len(best.point):
-            best = Mount(point, fields[kind_index], unescape(fields[kind_index + 1]))
-    return best
+        if path.is_relative_to(point) and len(point) >= len(result.point):
+            result = Mount(point, fields[kind_index], unescape(fields[kind_index + 1]))
+    return result
 
 
 def unescape(text: str) -> str:

@@ -110,21 +110,21 @@ class Movement:
             UninitializedBlockError: the block has no contents.
         """
         target = block.copy_in(tier)
-        newest = block.newest()
-        if newest is not None and newest.drop_when_clean:
+        newest_copy = block.newest()
+        if newest_copy is not None and newest_copy.drop_when_clean:
             # The copy is being evicted. If it were used again, the number of moved bytes would depend on timing.
-            reason = self.write_back(block, newest) or self.transfer_wait_reason(newest, "drain")
+            reason = self.write_back(block, newest_copy) or self.transfer_wait_reason(newest_copy, "drain")
             if reason is not None:
                 return reason
-            newest = block.newest()
+            newest_copy = block.newest()
         if target.state.is_valid:
             return None
         if target.state is CopyState.FILLING:
             return WaitReason("fill", target.transfer)
         if target.is_home:
-            if newest is None:
+            if newest_copy is None:
                 raise UninitializedBlockError(block.spec.key)
-            return self.write_back(block, newest) or self.transfer_wait_reason(newest, "drain")
+            return self.write_back(block, newest_copy) or self.transfer_wait_reason(newest_copy, "drain")
         source = self._nearest_source(block, tier)
         if source is None:
             if block.home.state is CopyState.FILLING:
@@ -258,12 +258,12 @@ class Movement:
     def retry_failed_write_backs(self) -> None:
         """Retry every failed write-back. After a success, evict the copy unless it is pinned."""
         for block in list(self.write_back_errors):
-            newest = block.newest()
-            if newest is not None and newest.state is CopyState.DIRTY:
-                if newest.pins:
-                    self.write_back(block, newest)
+            newest_copy = block.newest()
+            if newest_copy is not None and newest_copy.state is CopyState.DIRTY:
+                if newest_copy.pins:
+                    self.write_back(block, newest_copy)
                 else:
-                    self.evict(block, newest)
+                    self.evict(block, newest_copy)
 
     def raise_write_back_error(self) -> None:
         """Raise the error of the first block whose last write-back failed, if any."""

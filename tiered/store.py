@@ -501,7 +501,7 @@ class TieredStore(BlockMapping):
     def stats(self) -> StoreStats:
         """Return the store's counters. Subtract an earlier result to get the counts since then."""
         with self._changed:
-            counters, tiers, due = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
+            counters, tiers, moved_bytes = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
             written_bytes: dict[str, int] = {}
             for tier in tiers.values():
                 if isinstance(tier, WriteCountingTier):
@@ -517,7 +517,7 @@ class TieredStore(BlockMapping):
                 evictions_dirty=counters.evictions_dirty,
                 schedule_misses=counters.schedule_misses,
                 written_bytes=written_bytes,
-                due_bytes={f"{link.src}->{link.dst}": due.get((link.src, link.dst), 0) for link in self._links},
+                due_bytes={f"{link.src}->{link.dst}": moved_bytes.get((link.src, link.dst), 0) for link in self._links},
             )
 
     def _tier_stats(self, name: str) -> TierStats:

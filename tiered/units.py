@@ -47,9 +47,9 @@ def parse_size(text: str) -> int:
     """
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None:
-        number = text.strip().replace("_", "")
-        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", number):
-            raise ValueError(f'{text.strip()} has no unit. Write "{number}GiB" or "{number}GB"')
+        amount = text.strip().replace("_", "")
+        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", amount):
+            raise ValueError(f'{text.strip()} has no unit. Write "{amount}GiB" or "{amount}GB"')
         raise ValueError(f'"{text}" is not a size. Write for example "110GiB" or "110GB"')
     unit = _SIZE_UNITS.get(match[2].lower())
     if unit is None:

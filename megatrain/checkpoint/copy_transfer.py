@@ -236,9 +236,9 @@ def _import_generations(checkpoint: RemoteCheckpoint, root: Path, folder: Path) 
         digest = manifest_checksum(folder / part.path, figures.generation) if is_listed else ""
         generations.append(RankGeneration(part.path, figures.generation, digest))
     if is_listed:
-        number = 1 + max((each.number for each in old_checkpoints), default=0)
+        number = 1 + max((c.number for c in old_checkpoints), default=0)
         new_checkpoint = checkpoint.checkpoint.relocated(folder, number, generations)
-        write_document(folder, [*(each for each in old_checkpoints if each.is_listed), new_checkpoint])
+        write_document(folder, [*(c for c in old_checkpoints if c.is_listed), new_checkpoint])
 
 
 def _restore_run_files(folder: Path, output_dir: Path) -> None:

@@ -202,13 +202,13 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
     def keys(checkpoints: Sequence[Checkpoint]) -> list[tuple[int, str]]:
         sort_keys: list[tuple[int, str] | None] = []
         number = 0
-        for each in reversed(checkpoints):
+        for checkpoint in reversed(checkpoints):
             # An older version, which counts no saves, may have continued the run. Its saves follow all counted saves.
-            number = max(number, each.save_number)
-            is_known = each.save_number or each.saved_at
-            sort_keys.append((number, each.order_key[1]) if is_known else None)
+            number = max(number, checkpoint.save_number)
+            is_known = checkpoint.save_number or checkpoint.saved_at
+            sort_keys.append((number, checkpoint.order_key[1]) if is_known else None)
         key = _LAST
-        return [key := each or key for each in reversed(sort_keys)]
+        return [key := own_key or key for own_key in reversed(sort_keys)]
 
     merged, remainder = [], list(zip(keys(others), others, strict=True))
     for key, checkpoint in zip(keys(own), own, strict=True):

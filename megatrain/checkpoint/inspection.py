@@ -79,8 +79,8 @@ def inspect_folder(
     search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
     read = cache(read_manifest)  # listing and inspection need the same manifests
     checkpoints = reversed(read_checkpoints(folder, on_damage, read))
-    entries = (_inspect(each, search, read, validate_state=validate_state) for each in checkpoints)
-    return [each for each in entries if each is not None]
+    entries = (_inspect(entry, search, read, validate_state=validate_state) for entry in checkpoints)
+    return [entry for entry in entries if entry is not None]
 
 
 def _inspect(
@@ -101,13 +101,13 @@ def _inspect(
     except GenerationError as error:
         is_newer = isinstance(error, NewerFormatError)
         return InventoryEntry(checkpoint, problem=str(error), is_foreign=is_newer) if still_exists(checkpoint) else None
-    lost, outside = list[LostPart](), list[DrivePlace]()
+    parts, outside = list[LostPart](), list[DrivePlace]()
     for store, manifest in zip(checkpoint.stores, manifests, strict=True):
         arguments = checkpoint.folder / store, [path / store for path in search]
-        lost += lost_parts(manifest, *arguments)
+        parts += lost_parts(manifest, *arguments)
         outside += outside_drives(manifest, *arguments)
-    problem = "parts of it are gone: " + "; ".join(map(str, lost)) if lost else None
-    return InventoryEntry(checkpoint, nbytes, tuple(lost), tuple(outside), problem)
+    problem = "parts of it are gone: " + "; ".join(map(str, parts)) if parts else None
+    return InventoryEntry(checkpoint, nbytes, tuple(parts), tuple(outside), problem)
 
 
 def merge_entries(own: Sequence[InventoryEntry], copies: Sequence[InventoryEntry]) -> list[InventoryEntry]:

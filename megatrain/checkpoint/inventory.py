@@ -119,22 +119,22 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Inven
     path = Path(os.path.abspath(run_or_folder))
     if path.parent.name == SNAPSHOT_FOLDER and is_number(path.name):
         folder = path.parent.parent
-        entries = [each for each in _inspect(folder) if not each.checkpoint.is_listed]
-        all_entries = [each for each in entries if each.checkpoint.number == int(path.name)]
+        entries = [entry for entry in _inspect(folder) if not entry.checkpoint.is_listed]
+        all_entries = [entry for entry in entries if entry.checkpoint.number == int(path.name)]
     else:
         folder, *_ = folders = checkpoint_folders(path)
-        all_entries = [each for one in folders for each in _inspect(one)]
+        all_entries = [entry for one in folders for entry in _inspect(one)]
     candidates = _in_resume_order(all_entries)
-    match = next((each for each in candidates if step in (None, each.checkpoint.step)), None)
+    match = next((entry for entry in candidates if step in (None, entry.checkpoint.step)), None)
     if match is not None:
         return match
-    unusable = [each for each in all_entries if each.problem is not None]
-    messages = {each.checkpoint.step: _describe_problem(each) for each in reversed(unusable)}
+    unusable = [entry for entry in all_entries if entry.problem is not None]
+    messages = {entry.checkpoint.step: _describe_problem(entry) for entry in reversed(unusable)}
     if step is not None and step in messages:
         raise CheckpointError(messages[step])
     if candidates:
-        steps = {each.checkpoint.step for each in candidates}
-        steps_text = ", ".join(map(str, sorted(each for each in steps if each is not None)))
+        steps = {entry.checkpoint.step for entry in candidates}
+        steps_text = ", ".join(map(str, sorted(entry for entry in steps if entry is not None)))
         raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. Saved steps: {steps_text}")
     if unusable:
         raise CheckpointError(f"no checkpoint in '{folder}' can be used: {_describe_problem(unusable[0])}")

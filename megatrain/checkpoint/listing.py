@@ -57,14 +57,14 @@ def read_checkpoints(
         GenerationError: ``RANKS.json`` is damaged, and ``on_damage`` is None.
         NewerFormatError: A newer version of this program wrote ``RANKS.json``, and ``on_damage`` is None.
     """
-    listed: list[Checkpoint] = []
+    listed_checkpoints: list[Checkpoint] = []
     try:
-        listed = read_listed(folder)
+        listed_checkpoints = read_listed(folder)
     except GenerationError as error:
         if on_damage is None:
             raise
         on_damage(error)
-    return merge_by_save(list(_read_generations(folder, read))[::-1], listed[::-1])[::-1]
+    return merge_by_save(list(_read_generations(folder, read))[::-1], listed_checkpoints[::-1])[::-1]
 
 
 def ignore_damage(error: GenerationError) -> None:
@@ -191,8 +191,8 @@ def read_manifests(checkpoint: Checkpoint, read: ManifestReader = read_manifest)
                     f"{part.xxh3_64}: it is another generation, or damaged"
                 )
             manifests.append(read(directory, part.generation))
-            first, last = ([(block.key, block.shape) for block in manifests[i].blocks] for i in (0, -1))
-            if first != last:
+            first_shapes, last_shapes = ([(block.key, block.shape) for block in manifests[i].blocks] for i in (0, -1))
+            if first_shapes != last_shapes:
                 raise GenerationError("its blocks differ from the blocks of rank 0")
     return manifests
 
@@ -218,7 +218,7 @@ def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[
             shards[0],
             shape=(elements,),
             nbytes=elements * (shards[0].nbytes // length),
-            xxh3_64=tuple(each for shard in shards for each in shard.xxh3_64),
+            xxh3_64=tuple(digest for shard in shards for digest in shard.xxh3_64),
         )
     return blocks
 

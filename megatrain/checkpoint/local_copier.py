@@ -127,9 +127,9 @@ class LocalCopier:
         """Return whether checkpoint ``number`` is at least ``copy_every`` saves newer than the newest copy."""
         if self._copy_every is None:
             return False
-        newest = self._newest()
+        newest_number = self._newest()
         # A smaller number means that earlier checkpoints were removed and numbering restarted.
-        return number - newest >= self._copy_every or number < newest
+        return number - newest_number >= self._copy_every or number < newest_number
 
     def _newest(self) -> int:
         """Return the number of the newest copy, including queued and unfinished copies, or 0 without copies."""

@@ -108,21 +108,21 @@ class RemoteCopier:
         except CheckpointError as error:
             listing = error
         listings = gather(listing)
-        for each in listings:
-            if isinstance(each, CheckpointError):
-                raise CheckpointError(str(each))
+        for item in listings:
+            if isinstance(item, CheckpointError):
+                raise CheckpointError(str(item))
         copies, checkpoints = listings[0]
-        newest_key = max((each.checkpoint.order_key for each in copies), default=(0, ""))
+        newest_key = max((item.checkpoint.order_key for item in copies), default=(0, ""))
         self.remote_save_number = newest_key[0]
-        self._size, self._number = len(listings), max((each.number for each in copies), default=0)
-        self._copied_ids = {each.checkpoint.identity for each in copies}
-        self._queue = [each for each in checkpoints if each.order_key > newest_key]
+        self._size, self._number = len(listings), max((item.number for item in copies), default=0)
+        self._copied_ids = {item.checkpoint.identity for item in copies}
+        self._queue = [item for item in checkpoints if item.order_key > newest_key]
         self._try: _UploadTry | None = None
         self._has_reported_waiting = False
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Queue a checkpoint for upload unless the URL has it. Unlike local copies, every checkpoint is copied."""
-        identities = [each.identity for each in self._pending]
+        identities = [pending.identity for pending in self._pending]
         if checkpoint.identity not in self._copied_ids and checkpoint.identity not in identities:
             self._queue.append(checkpoint)
         self.poll()
@@ -138,13 +138,13 @@ class RemoteCopier:
             return
         job, future = self._try.job, self._try.future
         outcomes = self._gather(future.result() if future.done() else None)
-        if any(each is None for each in outcomes):
+        if any(outcome is None for outcome in outcomes):
             return
         worst_outcome = max(outcomes, key=lambda each: (each.verdict, each.text))
         if worst_outcome.verdict is not _UploadVerdict.DONE:
             self._fail(job, worst_outcome.verdict, worst_outcome.text)
         elif not job.parts:
-            parts = sorted((part for each in outcomes for part in each.parts), key=lambda part: part.path)
+            parts = sorted((part for outcome in outcomes for part in outcome.parts), key=lambda part: part.path)
             self._start_try(replace(job, parts=tuple(parts), num_failed=0))
         else:
             self._complete(job, worst_outcome.text)
@@ -155,15 +155,15 @@ class RemoteCopier:
         If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, so that the newest
         steps can be saved.
         """
-        identities = [each.identity for each in checkpoints]
-        while any(each.identity in identities for each in self._pending):
+        identities = [checkpoint.identity for checkpoint in checkpoints]
+        while any(checkpoint.identity in identities for checkpoint in self._pending):
             is_stopping = any(self._gather(should_stop()))
             if is_stopping and self._try is not None and self._try.job.num_failed:
                 self._give_up(identities)
                 return
             if not self._has_reported_waiting:
                 self._has_reported_waiting = True
-                step = next(each.step for each in self._pending if each.identity in identities)
+                step = next(checkpoint.step for checkpoint in self._pending if checkpoint.identity in identities)
                 self._on_message(
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "
                     "yet. Save less often, or keep more: checkpoint.save_total_limit"
@@ -179,7 +179,7 @@ class RemoteCopier:
         if self._try is None:
             self._start_next()
         if self._try is not None:
-            steps = ", ".join(str(each.step) for each in self._pending)
+            steps = ", ".join(str(checkpoint.step) for checkpoint in self._pending)
             self._on_message(f"copying the checkpoint of step {steps} to '{self._url}'")
         while self._try is not None:
             job = self._try.job
@@ -243,11 +243,11 @@ class RemoteCopier:
         self._start_try(replace(job, num_failed=job.num_failed + 1), delay_s)
 
     def _give_up(self, identities: Sequence[tuple[int | None, str]]) -> None:
-        skipped_checkpoints = [each for each in self._pending if each.identity in identities]
+        skipped_checkpoints = [checkpoint for checkpoint in self._pending if checkpoint.identity in identities]
         if self._try is not None and self._try.job.checkpoint in skipped_checkpoints:
             self._cancel()
-        self._queue = [each for each in self._queue if each not in skipped_checkpoints]
-        steps = ", ".join(str(each.step) for each in skipped_checkpoints)
+        self._queue = [checkpoint for checkpoint in self._queue if checkpoint not in skipped_checkpoints]
+        steps = ", ".join(str(checkpoint.step) for checkpoint in skipped_checkpoints)
         self._on_message(
             f"stopping: '{self._url}' is out of reach, so the checkpoint of step {steps} is replaced by the last one "
             "without having been copied"

@@ -189,8 +189,8 @@ class RemoteFolder:
             UrlInUseError: Another process has made a copy in the meantime.
             RemoteError: The document cannot be written.
         """
-        other_copies = [each for each in self.checkpoints() if each.number >= copy.number]
-        if [(each.number, each.parts) for each in other_copies] == [(copy.number, copy.parts)]:
+        other_copies = [other for other in self.checkpoints() if other.number >= copy.number]
+        if [(other.number, other.parts) for other in other_copies] == [(copy.number, copy.parts)]:
             return  # an earlier try wrote the document, but the response was lost
         if other_copies:
             raise UrlInUseError(
@@ -215,8 +215,8 @@ class RemoteFolder:
         interrupted removal.
         """
         copies = self.checkpoints()
-        kept_names = [each.name for each in [each for each in copies if each.step != best_step][:num_kept]]
-        kept_names += [each.name for each in copies if each.step == best_step][:1]
+        kept_names = [copy.name for copy in [copy for copy in copies if copy.step != best_step][:num_kept]]
+        kept_names += [copy.name for copy in copies if copy.step == best_step][:1]
         for name in sorted(self._folders()):
             if name not in kept_names and copies and int(name[:8]) < copies[0].number:
                 self.objects.remove_folder(name, CHECKPOINT_NAME)

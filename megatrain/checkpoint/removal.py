@@ -30,11 +30,11 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
     """
     folder, key = checkpoint.folder, (checkpoint.folder, checkpoint.ranks)
     check_not_in_use(folder)
-    entries = {(each.checkpoint.folder, each.checkpoint.ranks): each for each in RunInventory(run).entries}
+    entries = {(item.checkpoint.folder, item.checkpoint.ranks): item for item in RunInventory(run).entries}
     if key not in entries:
         raise CheckpointError(f"'{folder}' holds no generation {checkpoint.number}")
     entry = entries.pop(key)
-    if entry.problem is None and all(each.problem is not None for each in entries.values()) and not force:
+    if entry.problem is None and all(item.problem is not None for item in entries.values()) and not force:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is the only one in '{folder}' that can be used. Remove it with "
             "--all"

@@ -180,8 +180,8 @@ def settings_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | 
         checkpoints, copies, folder_checkpoints = (
             read_checkpoints(folder, ignore_damage)[::-1] for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )
-        newest = next((c for c in (*merge_by_save(checkpoints, copies), *folder_checkpoints) if c.meta), None)
-        if newest is not None and (settings := DecidedSettings.of_meta(newest.meta)) is not None:
+        checkpoint = next((c for c in (*merge_by_save(checkpoints, copies), *folder_checkpoints) if c.meta), None)
+        if checkpoint is not None and (settings := DecidedSettings.of_meta(checkpoint.meta)) is not None:
             return settings
     return None
 

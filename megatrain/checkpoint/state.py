@@ -157,10 +157,11 @@ class RunState:
             raise CheckpointError(
                 f"{where} holds blocks that another program committed, not a checkpoint of {_PROGRAM}: name another"
             )
-        found = meta.get("checkpoint_format")
-        if not isinstance(found, int) or found > CHECKPOINT_FORMAT:
+        file_format = meta.get("checkpoint_format")
+        if not isinstance(file_format, int) or file_format > CHECKPOINT_FORMAT:
             raise CheckpointError(
-                f"{where} has format {found}, but this version reads up to {CHECKPOINT_FORMAT}: upgrade {_PROGRAM}"
+                f"{where} has format {file_format}, but this version reads up to {CHECKPOINT_FORMAT}: upgrade "
+                f"{_PROGRAM}"
             )
         required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         missing_names = [name for name in required if name not in meta]

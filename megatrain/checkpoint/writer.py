@@ -146,7 +146,7 @@ class CheckpointWriter:
         is_new_run: bool = False,
     ) -> None:
         self.folder, self._lanes, self._elements, self._is_past = folder, lanes, dict(elements), is_past
-        self._save_number = max(save_number, *(each.save_number for each in folder.known), 0)
+        self._save_number = max(save_number, *(c.save_number for c in folder.known), 0)
         self._orphans: dict[str, list[int]] = {}
         if folder.is_listed and is_new_run:
             self._orphans = folder.run_on_first_rank(
@@ -159,7 +159,7 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Drop old checkpoints to free space for the next checkpoint, but always keep one."""
-        drop = [each for each in self.folder.known if not self._is_past(each)]
+        drop = [c for c in self.folder.known if not self._is_past(c)]
         self.folder.change(self._num_left, drop=drop)
         self._is_past = lambda checkpoint: True  # from now on, all checkpoints belong to this run
 
@@ -278,15 +278,15 @@ def finish_copy(
     problems = [text for generation, _, text in results if generation is None]
     if problems:
         raise CheckpointError("; ".join(problems))
-    ranks = tuple(each for each, _, _ in results)
+    ranks = tuple(item for item, _, _ in results)
     # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
     number = checkpoint.number if folder.is_listed else ranks[0].generation
     copy = checkpoint.relocated(folder.path, number, ranks)
     # If the number did not grow, earlier checkpoints were removed and numbering restarted.
-    drop = [each for each in folder.known if each.is_listed == copy.is_listed and each.number >= copy.number]
+    drop = [item for item in folder.known if item.is_listed == copy.is_listed and item.number >= copy.number]
     folder.change(folder.keep, drop=drop, new=copy)
     all_figures = [figures for _, figures, _ in results]
-    return sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)
+    return sum(item.copied_bytes for item in all_figures), sum(item.linked_bytes for item in all_figures)
 
 
 def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:

@@ -230,9 +230,9 @@ class FrozenBlocks:
         """Take the next step to write a block's newest bytes home. Return the reason to wait, or None when done."""
         if block.writer is not None:
             return WaitReason("lease")
-        newest = block.newest()
-        if newest is not None:
-            return self._movement.write_back(block, newest) or self._movement.transfer_wait_reason(newest, "drain")
+        copy = block.newest()
+        if copy is not None:
+            return self._movement.write_back(block, copy) or self._movement.transfer_wait_reason(copy, "drain")
         return WaitReason("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
 
     def _freeze_block(self, block: Block) -> _FrozenCopy | None:

@@ -355,9 +355,9 @@ class Generations:
         except (CorruptBlockError, GenerationError) as error:
             # The reader chose the unusable generation. If a damaged manifest prevented opening a reader, the unusable
             # generation is the newest one.
-            newest = max(newest_first(path), default=0) if reader is None else reader.generation
-            problems = [f"generation {newest} cannot be used: {error}"]
-            older = self._fill_older(newest, problems, register, unregister)
+            newest_generation = max(newest_first(path), default=0) if reader is None else reader.generation
+            problems = [f"generation {newest_generation} cannot be used: {error}"]
+            older = self._fill_older(newest_generation, problems, register, unregister)
             self._notice(". ".join(problems))
             if older is None:
                 raise
@@ -367,16 +367,16 @@ class Generations:
         return reader
 
     def _fill_older(
-        self, newest: int, problems: list[str], register: Register, unregister: Callable[..., None]
+        self, newest_generation: int, problems: list[str], register: Register, unregister: Callable[..., None]
     ) -> GenerationReader | None:
-        """Fill the store from the newest complete generation older than ``newest``; return None if there is none.
+        """Fill the store from the newest complete generation older than ``newest_generation``, or return None.
 
         Args:
             problems: this method appends a sentence about each unusable generation and about the used generation.
         """
         for generation in newest_first(self._require_path()):
             unregister(*self._movement.blocks)
-            if generation >= newest:
+            if generation >= newest_generation:
                 continue
             try:
                 reader = self._open_reader(generation)
