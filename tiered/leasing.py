@@ -99,8 +99,8 @@ class Leasing:
                 if mode != "r" and block.spec.home in self.movement.read_only_tiers:
                     text = f"the home of block '{block.spec.key}' is the read-only tier '{block.spec.home}'"
                     raise LeaseError(f"{text}: a lease of mode '{mode}' is not possible")
-            # Mark all copies as wanted before the first wait. Wanted copies are never evicted, so copies that have
-            # arrived stay while the remaining copies are fetched.
+            # Count a waiter for all copies before the first wait. Copies with waiters are never evicted, so copies that
+            # have arrived stay while the remaining copies are fetched.
             for _, copy, _ in targets:
                 copy.num_waiters += 1
             try:

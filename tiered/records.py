@@ -23,7 +23,7 @@ class Copy:
 
     Attributes:
         readers: number of read leases and transfers that read this copy.
-        num_waiters: number of ``acquire`` calls that wait for this copy. A wanted copy is not evicted.
+        num_waiters: number of ``acquire`` calls that wait for this copy. If any, the copy is not evicted.
         last_use: counter value of the last use or arrival.
         leased_at: tick of the last lease.
         transfer: latest transfer that filled or drained the copy, in progress or ended.

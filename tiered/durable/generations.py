@@ -123,7 +123,7 @@ class Generations:
             commit = Commit(self._movement, generation)
             blocks = FrozenBlocks(self._movement, self._leasing, store, generation, drives, self._owner_tier(store))
             try:
-                # Prune before freezing, so that at most ``keep`` generations exist (two if ``keep`` is 1).
+                # Prune before freezing, so that at most ``num_kept`` generations exist (two if ``num_kept`` is 1).
                 make_room = partial(self._forget_generations, store, max(min(1, self.num_kept), self.num_kept - 1))
                 old_generations = drives.retry(str(store.path), PAGE_BYTES, make_room)
                 if blocks.has_blocking_writes():
