@@ -16,13 +16,13 @@ class CheckpointBytes:
     """Bytes of one checkpoint.
 
     Attributes:
-        in_output_dir: Bytes that are written to ``output_dir``, because no durable tier contains them.
-        on_drives: Bytes that stay on the drives. A complete copy also writes them to ``output_dir``.
+        output_dir_bytes: Bytes that are written to ``output_dir``, because no durable tier contains them.
+        drive_bytes: Bytes that stay on the drives. A complete copy also writes them to ``output_dir``.
         traffic: Bytes moved to RAM from tiers that are neither addressable nor durable, by link.
     """
 
-    in_output_dir: int
-    on_drives: int
+    output_dir_bytes: int
+    drive_bytes: int
     traffic: Mapping[str, int]
 
     @classmethod

@@ -250,7 +250,7 @@ def _host_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
     if has_measured_kernel(step.traced.optimizer, split_master=is_split):
         return num_updated / rate
     is_gpu = step.device.type == "cuda"
-    gpu_ticks = step.updates.in_gpu_memory if is_gpu else ()
+    gpu_ticks = step.updates.gpu_memory_ticks if is_gpu else ()
     touched_bytes = _touched_bytes(step, (tick for tick in step.updates.ticks if tick not in gpu_ticks))
     products_s = 0.0 if is_gpu else _orthogonalization_s(step, machine)
     return None if products_s is None else num_processes * touched_bytes / (rate * _ADAMW_TOUCHED) + products_s
@@ -267,7 +267,7 @@ def gpu_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
     rate = machine.gpu.update_bytes_per_s if machine.gpu else None
     if rate is None or products_s is None:
         return None
-    return _touched_bytes(step, step.updates.in_gpu_memory) / rate + products_s
+    return _touched_bytes(step, step.updates.gpu_memory_ticks) / rate + products_s
 
 
 def _orthogonalization_s(step: PlacedStep, machine: MachineProfile) -> float | None:

@@ -133,7 +133,7 @@ def _occasions(step: PlacedStep, shape: StepShape, machine: MachineProfile | Non
     folder_reads = {Path(run.model.folder): float(folder_bytes)}
     yield OutsideTraffic("start", folder_bytes, drive_bytes, seconds=drive_seconds(folder_reads, drive_writes))
     if run.checkpoint.table.is_on:
-        saved_bytes = step.checkpoint.in_output_dir
+        saved_bytes = step.checkpoint.output_dir_bytes
         seconds = drive_seconds({}, {run.output_dir: float(saved_bytes)})
         yield OutsideTraffic("checkpoint", sum(step.checkpoint.traffic.values()), saved_bytes, drive_bytes, seconds)
     drive_reads[run.output_dir] = drive_reads.get(run.output_dir, 0.0) + exported_bytes
@@ -403,5 +403,5 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
         written_bytes=written_bytes,
         share_of_limit=written_bytes / sum(limit for limit in limits if limit) if limits and all(limits) else None,
         num_saves=num_saves,
-        saved_bytes=num_saves * plan.checkpoint.in_output_dir,
+        saved_bytes=num_saves * plan.checkpoint.output_dir_bytes,
     )

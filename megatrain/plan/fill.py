@@ -38,7 +38,7 @@ class _Results:
 
 
 def with_results(
-    plan: Plan, place: Callable[[StepProgram], Plan | None], step_s: Callable[[Plan], float], *, on_drives_bytes: int
+    plan: Plan, place: Callable[[StepProgram], Plan | None], step_s: Callable[[Plan], float], *, drive_bytes: int
 ) -> Plan:
     """Return the plan that saves the number of results with the shortest steps, or ``plan`` if saving does not help.
 
@@ -49,41 +49,41 @@ def with_results(
         plan: Plan of a step that moves blocks.
         place: Function that places and estimates a program, or returns None if it does not fit or writes too much.
         step_s: Function that returns a plan's seconds per step.
-        on_drives_bytes: Bytes of results, or of blocks displaced by results, that may go to drives.
+        drive_bytes: Bytes of results, or of blocks displaced by results, that may go to drives.
     """
-    results = _results_in_order(plan)
-    room_bytes = _free_bytes(plan) + on_drives_bytes
+    results = _sorted_results(plan)
+    room_bytes = _free_bytes(plan) + drive_bytes
     sizes = (plan.run.num_together * entry.more_nbytes for entry in results)
     max_count = bisect.bisect_right(list(accumulate(sizes)), room_bytes)
     if not max_count:
         return plan
     best, best_s = plan, step_s(plan)
-    best_count, too_many, count = 0, max_count + 1, max_count  # too_many: smallest count known to be too large
-    while best_count < count < too_many:
+    best_count, limit, count = 0, max_count + 1, max_count  # limit: smallest count known to be too large
+    while best_count < count < limit:
         candidate = place(_with_saved(plan, results[:count]))
         candidate_s = math.inf if candidate is None else step_s(candidate)
         if candidate is not None and candidate_s < best_s:
             best, best_s, best_count = candidate, candidate_s, count
         else:
-            too_many = count
-        count = (best_count + too_many) // 2 if too_many - best_count > len(results) // _PARTS else best_count
+            limit = count
+        count = (best_count + limit) // 2 if limit - best_count > len(results) // _PARTS else best_count
     return best
 
 
-def _results_in_order(plan: Plan) -> Sequence[_Results]:
+def _sorted_results(plan: Plan) -> Sequence[_Results]:
     """Return the results that visits do not save yet. Attention comes first if it saves more operations per byte."""
     recompute, visits = plan.program.recompute, plan.trace.visits
-    excluded = recompute.kept_graphs | recompute.saving_visits
+    excluded_visits = recompute.kept_graphs | recompute.saving_visits
     ops_per_byte = operations_per_byte(plan.trace)
     results: list[_Results] = []
     attention_nbytes: dict[int, int] = {}
     if ops_per_byte.get("attention", 0.0) > ops_per_byte.get("results", 0.0):
-        for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - excluded, reverse=True):
+        for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - excluded_visits, reverse=True):
             attention_nbytes[visit] = visits[visit].attention.nbytes
             results.append(_Results(visit, attention_nbytes[visit], with_products=False))
     results.extend(
         _Results(visit, visits[visit].results.nbytes - attention_nbytes.get(visit, 0), with_products=True)
-        for visit in sorted(visits_with_results(plan.trace) - excluded, reverse=True)
+        for visit in sorted(visits_with_results(plan.trace) - excluded_visits, reverse=True)
     )
     return results
 
@@ -94,8 +94,8 @@ def _free_bytes(plan: Plan) -> float:
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf
     homes, workspace = placement.home_bytes, placement.workspace_bytes
-    addressable = [budget for budget in budgets.values() if budget.is_addressable]
-    return sum(tier.capacity_bytes - sum(homes[tier.name].values()) - workspace[tier.name] for tier in addressable)
+    memory_tiers = [budget for budget in budgets.values() if budget.is_addressable]
+    return sum(tier.capacity_bytes - sum(homes[tier.name].values()) - workspace[tier.name] for tier in memory_tiers)
 
 
 def _with_saved(plan: Plan, selection: Sequence[_Results]) -> StepProgram:

@@ -27,7 +27,7 @@ def flops_per_token(step: PlacedStep) -> float:
     the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not recomputed.
     """
     if is_counted(step.trace):
-        return sum(work.computed_flops for work in _visits_work(step).values()) / step.trace.num_tokens
+        return sum(work.computed_flops for work in _visit_work(step).values()) / step.trace.num_tokens
     num_run_once = num_parameters_run_once(step.graph, step.trace, step.program)
     return FLOPS_PER_PARAM_TOKEN * step.graph.num_parameters - _FORWARD_FLOPS * num_run_once
 
@@ -35,7 +35,7 @@ def flops_per_token(step: PlacedStep) -> float:
 def tick_flops(step: PlacedStep) -> list[float]:
     """Return each tick's FLOPs per token; 0 for updates. Their sum is ``flops_per_token``."""
     ticks, blocks = step.program.ticks, step.program.blocks
-    visit_work = _visits_work(step) if is_counted(step.trace) else None
+    visit_work = _visit_work(step) if is_counted(step.trace) else None
     tick_counts = Counter((tick.phase, tick.visit) for tick in ticks)
     result: list[float] = []
     for tick in ticks:
@@ -55,12 +55,12 @@ def tick_flops(step: PlacedStep) -> list[float]:
 def work_of_phases(step: PlacedStep) -> dict[Phase, Work]:
     """Return the work of the traced micro-batch by phase."""
     result: dict[Phase, Work] = {}
-    for (phase, _), work in _visits_work(step).items():
+    for (phase, _), work in _visit_work(step).items():
         result[phase] = result.get(phase, NO_WORK) + work
     return result
 
 
-def _visits_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
+def _visit_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
     """Return the traced micro-batch's work by phase and visit. The first head visit has the work of the whole head."""
     trace, program = step.trace, step.program
     result: dict[tuple[Phase, int], Work] = {}
@@ -68,10 +68,11 @@ def _visits_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
         if visit.is_head:
             continue
         backward = visit.backward
-        saved = program.recompute.savable_results(index, visit)
+        savings = program.recompute.savable_results(index, visit)
         if index in program.recompute.kept_graphs:
             backward -= visit.recompute
-        result["forward", index], result["backward", index] = visit.forward + saved.copy_work, backward - saved.work
+        result["forward", index] = visit.forward + savings.copy_work
+        result["backward", index] = backward - savings.work
     recompute_flops = trace.logits_flops * max(0, trace.head_parts - program.recompute.kept_parts) // trace.head_parts
     first_head = next((index for index, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
     result["head", first_head] = trace.head + Work(product_flops=recompute_flops)

@@ -64,10 +64,10 @@ class GraphKeeper:
         step = self._solve_for(visits, saving_visits)
         while not isinstance(step, Shortfall):
             is_at_home = partial(_are_at_home, self._graph, self._program, step.placement.homes)
-            displaced = {visit for visit in visits if not is_at_home(self.trace.visits[visit].unit)}
-            if not displaced:
+            displaced_visits = {visit for visit in visits if not is_at_home(self.trace.visits[visit].unit)}
+            if not displaced_visits:
                 return self._fill_free_memory(step, graphs=graphs == "auto", results=results == "auto")
-            visits -= displaced
+            visits -= displaced_visits
             step = self._solve_for(visits, saving_visits)
         is_requested = graphs != "auto" and (visits or saving_visits)
         return self._with_advice(step, visits, saving_visits) if is_requested else step
@@ -110,12 +110,12 @@ class GraphKeeper:
         A graph contains views of the weights, so visits that decode their weights are excluded. If such a visit reuses
         an input that an earlier visit saves, the earlier visit is also excluded.
         """
-        visits, recomputed = self.trace.visits, self._recomputed_visits()
-        encoded = self._program.encodings.keys()
-        units = {index: unit_layouts(self._graph, visits[index].unit) for index in recomputed}
-        excluded = {index for index, layouts in units.items() if not encoded.isdisjoint(layouts)}
-        excluded |= {owner for index in excluded for owner, _ in visits[index].aliases.values()}
-        return [index for index in recomputed if index not in excluded]
+        visits, recomputed_visits = self.trace.visits, self._recomputed_visits()
+        encoded_layouts = self._program.encodings.keys()
+        units = {index: unit_layouts(self._graph, visits[index].unit) for index in recomputed_visits}
+        excluded_visits = {index for index, layouts in units.items() if not encoded_layouts.isdisjoint(layouts)}
+        excluded_visits |= {owner for index in excluded_visits for owner, _ in visits[index].aliases.values()}
+        return [index for index in recomputed_visits if index not in excluded_visits]
 
     def _recomputed_visits(self) -> list[int]:
         return [index for index, visit in enumerate(self.trace.visits) if visit.is_recomputed]
@@ -139,8 +139,8 @@ class GraphKeeper:
 
     def _with_advice(self, shortfall: Shortfall, visits: Collection[int], saving_visits: Collection[int]) -> Shortfall:
         clauses = [f"Kept graphs take {format_size(self.graph_bytes(visits))}"] if visits else []
-        if only_saving := set(saving_visits) - set(visits):
-            nbytes = self._run.num_together * sum(self.trace.visits[visit].results.nbytes for visit in only_saving)
+        if result_visits := set(saving_visits) - set(visits):
+            nbytes = self._run.num_together * sum(self.trace.visits[visit].results.nbytes for visit in result_visits)
             clauses.append(f"{'s' if clauses else 'S'}aved results take {format_size(nbytes)}")
         advice = f'write training.recompute = "auto" or "full", or give tiers.{shortfall.tier} that size.'
         return replace(shortfall, advice=f"{' and '.join(clauses)}: {advice}")
@@ -240,8 +240,8 @@ def operations_per_byte(trace: VisitTrace) -> dict[KeptKind, float]:
 
 def _flops_and_bytes(results: Iterable[SavableResults]) -> tuple[int, int]:
     """Return the total operations that these results save, and their total bytes."""
-    savable = list(results)
-    return sum(entry.work.computed_flops for entry in savable), sum(entry.nbytes for entry in savable)
+    result_list = list(results)
+    return sum(entry.work.computed_flops for entry in result_list), sum(entry.nbytes for entry in result_list)
 
 
 def are_weights_resident(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:

@@ -225,18 +225,18 @@ def _check_place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     elif file_system.warning:
         advice = "Name a folder on a drive of this machine for speed, and for checkpoints that stay"
         yield Objection(key, f"{key}: {folder}: {file_system.warning}", advice, "note")
-    configured = path.spec.mount_point
-    if configured is not None:
-        mount_point = os.path.realpath(configured)
+    configured_mount = path.spec.mount_point
+    if configured_mount is not None:
+        mount_point = os.path.realpath(configured_mount)
         if file_system.mount_point != mount_point:
             is_mounted = Path(mount_point).exists() and file_system_of(Path(mount_point)).mount_point == mount_point
             reason = f"{folder} is not on it" if is_mounted else "nothing is mounted there"
-            text = f'{path.key}.mount_point = "{configured}", but {reason}: blocks would go to {file_system}'
+            text = f'{path.key}.mount_point = "{configured_mount}", but {reason}: blocks would go to {file_system}'
             advice = "Mount the drive, or write the path of a folder on it"
             yield Objection(f"{path.key}.mount_point", text, advice, "place")
-    elif unmounted := missing_mount(folder):
-        text = f"{key}: /etc/fstab has a drive for {unmounted}, but it is not mounted: blocks would go to {file_system}"
-        yield Objection(key, text, f'Mount it; mount_point = "{unmounted}" refuses a run without it', "note")
+    elif mount := missing_mount(folder):
+        text = f"{key}: /etc/fstab has a drive for {mount}, but it is not mounted: blocks would go to {file_system}"
+        yield Objection(key, text, f'Mount it; mount_point = "{mount}" refuses a run without it', "note")
 
 
 def _check_same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:

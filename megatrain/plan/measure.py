@@ -254,8 +254,8 @@ def _time_steps(plan: Plan, steps: _StepRunner, budget_s: float, memory_bytes: i
     if steps.accepts_any_count and num_micro_batches > 1:
         two_batches_s = steps.run(2).total_s
         batch_s = max(two_batches_s - one_batch_s, 0.2 * one_batch_s)
-        affordable = 2 + int((budget_s / MIN_STEPS - two_batches_s) / batch_s)
-        max_count = max(2, min(num_micro_batches, affordable))
+        affordable_count = 2 + int((budget_s / MIN_STEPS - two_batches_s) / batch_s)
+        max_count = max(2, min(num_micro_batches, affordable_count))
     short_steps: list[_TimedStep] = []
     long_steps: list[_TimedStep] = []
     start_s = time.perf_counter()

@@ -202,8 +202,8 @@ class PlacementSolver:
             return self._shortfall(tier, state)
         # Without a GPU, reallocated buffers cost page faults, which matter less than the memory that fixed buffers
         # take.
-        buffered = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
-        buffer_room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in buffered}
+        names = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
+        buffer_room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in names}
         return HomeAssignment(state, buffer_room)
 
     def _best_state(self) -> _HomeState:
@@ -309,13 +309,13 @@ class PlacementSolver:
             return ""
         text = f" {format_size(state.generation_bytes[tier])} of this is for {generations} checkpoints:"
         if generations > MIN_GENERATIONS:
-            need = self._need_with(MIN_GENERATIONS, tier)
+            need = self._need_bytes(MIN_GENERATIONS, tier)
             text += f" checkpoint.save_total_limit = {MIN_GENERATIONS} would need {need} ({format_size(need)}),"
-        need = self._need_with(0, tier)
+        need = self._need_bytes(0, tier)
         text += ' checkpoint.save_strategy = "no" with save_on_signal = false'
         return f"{text} would need {need} ({format_size(need)})."
 
-    def _need_with(self, generations: int, tier: str) -> int:
+    def _need_bytes(self, generations: int, tier: str) -> int:
         """Return the smallest capacity of a tier that can keep ``generations`` generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self.tiers.values()]
         limits = self._open_bytes, self._stay_share, self._existing_homes
@@ -416,8 +416,8 @@ class _HomeState:
         """Return the bytes left for stays at every tick, after the copies for the tick and for one neighboring tick."""
         sizes = self._working_sets[tier].by_tick
         pair_sizes = [
-            size + max(previous, following)
-            for previous, size, following in zip(sizes[-1:] + sizes, sizes, sizes[1:] + sizes[:1], strict=False)
+            size + max(previous_size, next_size)
+            for previous_size, size, next_size in zip(sizes[-1:] + sizes, sizes, sizes[1:] + sizes[:1], strict=False)
         ]
         free_bytes = self._tiers[tier].capacity_bytes - self.peak(tier, ahead=False)
         spare_bytes = max(0, int(share * (self._tiers[tier].capacity_bytes - self.peak(tier, ahead=True))))

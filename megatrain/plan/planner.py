@@ -119,13 +119,13 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     """
     run, recompute = plan.run, plan.program.recompute
     is_allowed = run.advanced.has_open_order and run.recompute.mode == "auto"
-    recomputed = {index for index, visit in enumerate(plan.trace.visits) if visit.is_recomputed}
+    recomputed_visits = {index for index, visit in enumerate(plan.trace.visits) if visit.is_recomputed}
     kept_nbytes = sum(
         layout.num_parameters * (run.dtype.itemsize + (run.grad_dtype.itemsize if layout.trainable else 0))
         for layout in plan.graph.layouts.values()
     )
     can_fit = not any(plan.traffic.values()) or kept_nbytes < plan.budgets[plan.program.compute_tier]
-    return is_allowed and can_fit and not _needs_drives(plan) and not recomputed <= recompute.kept_graphs
+    return is_allowed and can_fit and not _needs_drives(plan) and not recomputed_visits <= recompute.kept_graphs
 
 
 def _needs_drives(plan: Plan) -> bool:
@@ -198,8 +198,8 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         result = next(with_open_room(plan, profile, program), None)
         return result if result is not None and _has_similar_wear(result, plan) else None
 
-    on_drives_bytes = int((_MAX_WEAR_FACTOR - 1) * nvme_written_bytes(plan.traffic))
-    candidate = with_results(plan, place, step_s, on_drives_bytes=on_drives_bytes)
+    drive_bytes = int((_MAX_WEAR_FACTOR - 1) * nvme_written_bytes(plan.traffic))
+    candidate = with_results(plan, place, step_s, drive_bytes=drive_bytes)
     if is_planned_machine:
         return candidate if step_s(candidate) < WORTHWHILE * step_s(plan) else plan
     if candidate is plan:
@@ -227,8 +227,8 @@ def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
         return program
     visits = [tick.visit for tick in plan.updates.ticks if _is_updated_from_ram(program, tick, homes)]
     count = min(count, len(visits))
-    streamed = frozenset(visits[(2 * index + 1) * len(visits) // (2 * count)] for index in range(count))
-    return replace(program, updates=replace(program.updates, streamed=streamed))
+    streamed_visits = frozenset(visits[(2 * index + 1) * len(visits) // (2 * count)] for index in range(count))
+    return replace(program, updates=replace(program.updates, streamed=streamed_visits))
 
 
 def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:

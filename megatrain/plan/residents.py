@@ -225,13 +225,13 @@ class ResidentChooser:
 
     def _use_pattern(self, key: str) -> tuple[Hashable, ...]:
         """Return all properties of a block's uses, apart from homes, that affect how often it moves."""
-        pattern, previous = [], -1
+        pattern, previous_index = [], -1
         for index, mode in self._uses[key]:
             tick = self._program.ticks[index]
             is_update = tick.phase == "update"
             is_streamed = is_update and tick.visit in self._program.updates.streamed
-            pattern.append((mode, index == previous + 1, is_update, is_streamed, key in tick.spent))
-            previous = index
+            pattern.append((mode, index == previous_index + 1, is_update, is_streamed, key in tick.spent))
+            previous_index = index
         return tuple(pattern)
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:

@@ -57,7 +57,7 @@ def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | No
 
 
 def _with_buffers(solver: PlacementSolver, free_bytes: Mapping[str, int]) -> HomeAssignment | Shortfall:
-    """Return homes that leave ``free_bytes`` bytes free, or more if separate buffers for each block size need more."""
+    """Return homes that leave ``free_bytes`` free, or more if separate buffers for each block size need more."""
     first_assignment = assignment = solver.assign(free_bytes)
     for _ in range(_NUM_TRIES):  # moved blocks may need buffers of other sizes
         if isinstance(assignment, Shortfall) or not assignment.missing_bytes:

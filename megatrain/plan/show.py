@@ -121,8 +121,8 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
     def with_flops(choice: Recompute) -> float:
         return flops_per_token(replace(plan.step, program=replace(plan.program, recompute=choice)))
 
-    recomputed = frozenset(index for index, visit in enumerate(trace.visits) if visit.is_recomputed)
-    min_flops = with_flops(Recompute(recomputed, kept_parts=recompute.kept_parts))
+    recomputed_visits = frozenset(index for index, visit in enumerate(trace.visits) if visit.is_recomputed)
+    min_flops = with_flops(Recompute(recomputed_visits, kept_parts=recompute.kept_parts))
     text = f"the backward recomputes {num_layers - num_kept} of {num_layers} layers"
     text += ", except their saved results" if recompute.saving_visits else ""
     text += f": {1 - min_flops / with_flops(recompute):.0%} of the operations of a step"
@@ -160,8 +160,8 @@ def _traffic_notes(plan: Plan, passthrough: str) -> tuple[str, ...]:
     placement, capacity = plan.placement, plan.budgets_by_tier[compute_tier].capacity_bytes
     notes: tuple[str, ...] = (passthrough,) if passthrough else ()
     notes += () if compute_tier == "ram" or not plan.updates.ticks else (_update_note(plan),)
-    if plan.run.checkpoint.table.num_copies and plan.checkpoint.on_drives:
-        size = format_size(plan.checkpoint.on_drives)
+    if plan.run.checkpoint.table.num_copies and plan.checkpoint.drive_bytes:
+        size = format_size(plan.checkpoint.drive_bytes)
         count = plan.run.checkpoint.table.num_copies
         notes += (f"save_copy keeps {count} complete copies of checkpoints in output_dir, {size} each",)
     if ("nvme", "gpu") in placement.routes.links:
@@ -186,7 +186,7 @@ def _update_note(plan: Plan) -> str:
     if plan.traced.host_updates:
         return f"updates run in ram: {plan.traced.host_updates}"
     streamed = plan.program.updates.streamed
-    ticks = [tick for tick in plan.updates.in_gpu_memory if tick.visit not in streamed]
+    ticks = [tick for tick in plan.updates.gpu_memory_ticks if tick.visit not in streamed]
     share = 100 * plan.updates.count_weights(ticks) // max(1, plan.updates.count_weights(plan.updates.ticks))
     counts = f"{len(ticks)} of {len(plan.updates.ticks)} groups of blocks, {share} % of the trained parameters,"
     text = f"{counts} have their home in gpu and are updated there"

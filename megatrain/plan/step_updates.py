@@ -18,18 +18,18 @@ class StepUpdates:
 
     Attributes:
         ticks: Ticks of all updates.
-        in_gpu_memory: Ticks of updates that run in GPU memory, or in the part of RAM that emulates it.
+        gpu_memory_ticks: Ticks of updates that run in GPU memory, or in the part of RAM that emulates it.
     """
 
     def __init__(self, program: StepProgram, homes: Mapping[str, str], device: torch.device) -> None:
         self._blocks, self._has_gpu = program.blocks, device.type == "cuda"
         self.ticks = [tick for tick in program.ticks if tick.phase == "update"]
         compute_tier = program.compute_tier
-        self.in_gpu_memory = [tick for tick in self.ticks if program.tick_tier(tick, homes) == compute_tier != "ram"]
+        self.gpu_memory_ticks = [tick for tick in self.ticks if program.tick_tier(tick, homes) == compute_tier != "ram"]
 
     def num_weights(self, *, on_gpu: bool) -> int:
         """Return the number of weights that a step updates, on a GPU or on the host (which can emulate a GPU)."""
-        gpu_ticks = self.in_gpu_memory if self._has_gpu else ()
+        gpu_ticks = self.gpu_memory_ticks if self._has_gpu else ()
         return self.count_weights(gpu_ticks if on_gpu else [tick for tick in self.ticks if tick not in gpu_ticks])
 
     def count_weights(self, updates: Iterable[Tick]) -> int:

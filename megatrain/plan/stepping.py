@@ -47,7 +47,7 @@ def warm_up(plan: Plan) -> None:
     gradients = {block.dtype for block in plan.program.blocks.values() if block.kind == "gradients"}
     formats = [(plan.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
     plan.traced.optimizer.warm_up(formats)
-    if plan.traced.device_optimizer is not None and plan.updates.in_gpu_memory:
+    if plan.traced.device_optimizer is not None and plan.updates.gpu_memory_ticks:
         plan.traced.device_optimizer.warm_up(formats)
     clip.warm_up()
     warm_up_norm(plan.device)

@@ -262,10 +262,10 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need_bytes: int, free_by
         if need_bytes - reserve < free_bytes:
             advice = "Lower checkpoint.min_free_disk, free space, or use another drive."
     uses_drives = any(path != checkpoints for path in paths)
-    if table.num_generations and (uses_drives or plan.checkpoint.in_output_dir):
+    if table.num_generations and (uses_drives or plan.checkpoint.output_dir_bytes):
         advice += f" {table.num_generations} checkpoints are part of this: lower checkpoint.save_total_limit."
-    if checkpoints in paths and table.num_copies and plan.checkpoint.on_drives:
-        size = format_size(table.num_copies * plan.checkpoint.on_drives * plan.run.world.size)
+    if checkpoints in paths and table.num_copies and plan.checkpoint.drive_bytes:
+        size = format_size(table.num_copies * plan.checkpoint.drive_bytes * plan.run.world.size)
         advice += f" {size} of this is for whole copies: checkpoint.save_copy."
     return Shortfall(tier, need_bytes, free_bytes, advice, message=message)
 
@@ -283,8 +283,8 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
                 needs[spec.drives[path_index]] += num_copies * chunks.chunk_bytes * count
     if table.is_on:
         # All ranks write their parts of a checkpoint into the same folder.
-        checkpoint_bytes = plan.checkpoint.in_output_dir * plan.run.world.size
+        checkpoint_bytes = plan.checkpoint.output_dir_bytes * plan.run.world.size
         output_bytes = table.num_generations * checkpoint_bytes + table.min_free_disk
-        output_bytes += table.num_copies * plan.checkpoint.on_drives * plan.run.world.size
+        output_bytes += table.num_copies * plan.checkpoint.drive_bytes * plan.run.world.size
         needs[spec.output_dir / CHECKPOINTS_NAME] += output_bytes
     return needs

@@ -162,26 +162,26 @@ def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping
     machines = [rates.machine for rates in rank_rates if rates.machine is not None]
     machine = _slowest(machines, rank, slower_ranks)
     drives: dict[str, DriveProfile] = {}
-    unknown: set[str] = set()
+    unknown_keys: set[str] = set()
     lines: list[str] = []
     for location, path in locations.items():
         key = file_system_of(path).key
         profiles = [rates.drives[location] for rates in rank_rates]
-        measured = [profile for profile in profiles if profile is not None]
-        if len(measured) < len(profiles):
-            unknown.add(key)
+        measured_profiles = [profile for profile in profiles if profile is not None]
+        if len(measured_profiles) < len(profiles):
+            unknown_keys.add(key)
             names = [rates.name for rates, drive in zip(rank_rates, profiles, strict=True) if drive is None]
-            if measured:
+            if measured_profiles:
                 lines.append(f"rates           of {_join_names(names)}, drive of {location}: not measured")
             continue
-        drive = _slowest(measured, rank, slower_ranks)
+        drive = _slowest(measured_profiles, rank, slower_ranks)
         # Locations on one drive here may be on different drives on another rank.
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
-    known = {key: drive for key, drive in drives.items() if key not in unknown}
+    known_drives = {key: drive for key, drive in drives.items() if key not in unknown_keys}
     if slower_ranks:
         names = [rank_rates[index].name for index in sorted(slower_ranks)]
         lines.append(f"rates           the lowest of {len(rank_rates)} ranks; rates of {_join_names(names)} are lower")
-    return LoadedProfile(machine.model_copy(update={"drives": known}), ranks=tuple(lines))
+    return LoadedProfile(machine.model_copy(update={"drives": known_drives}), ranks=tuple(lines))
 
 
 def _slowest(records: Sequence[_Record], rank: int, slower_ranks: set[int]) -> _Record:
@@ -214,11 +214,11 @@ def _slowest(records: Sequence[_Record], rank: int, slower_ranks: set[int]) -> _
     return records[rank].model_copy(update=changes)
 
 
-def _slowest_indices(values: Sequence[float | None], slowest: float | None) -> list[int]:
-    """Return the indices of the values that equal ``slowest``, or none if all values are equal."""
-    if slowest is None or all(value == slowest for value in values):
+def _slowest_indices(values: Sequence[float | None], lowest: float | None) -> list[int]:
+    """Return the indices of the values that equal ``lowest``, or none if all values are equal."""
+    if lowest is None or all(value == lowest for value in values):
         return []
-    return [index for index, value in enumerate(values) if value == slowest]
+    return [index for index, value in enumerate(values) if value == lowest]
 
 
 def _join_names(names: Sequence[str]) -> str:

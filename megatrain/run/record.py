@@ -108,7 +108,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
         "peak_bytes": dict(plan.totals),
         "budget_bytes": dict(plan.budgets),
         "link_bytes_per_step": dict(plan.traffic),
-        "checkpoint_bytes_in_output_dir": plan.checkpoint.in_output_dir,
+        "checkpoint_bytes_in_output_dir": plan.checkpoint.output_dir_bytes,
         "estimate": plan.estimate.to_json(),
         "replayed": None if simulation is None else dataclasses.asdict(simulation),
         "machine": _describe_machine(plan.run, plan.device.type),

@@ -441,7 +441,7 @@ class _RunCheck:
         owner = find_owner(spec.output_dir)
         if owner is not None:
             yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
-        drive_bytes = 0 if preparation is None else preparation.plan.checkpoint.on_drives
+        drive_bytes = 0 if preparation is None else preparation.plan.checkpoint.drive_bytes
         yield from (CheckResult("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
         start = None if step_preparation is None else self._make_start(step_preparation, notices.append)
         try:

@@ -74,7 +74,7 @@ def load_parts(
     plan, run, group, activity = preparation.plan, preparation.run, preparation.group, preparation.activity
     checkpoint = runtime.load(candidates)
     start.report_loaded(checkpoint, candidates)
-    for line in describe_drives(run.checkpoint, plan.checkpoint.on_drives * run.world.local_size):
+    for line in describe_drives(run.checkpoint, plan.checkpoint.drive_bytes * run.world.local_size):
         observer.on_message(line)
     # The stack exits before the store closes. The loggers close first, then the copier, which reads checkpoints.
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ def load_parts(
             copier,
             activity,
             should_stop=lambda: signals.stop_requested,
-            written_bytes=plan.checkpoint.in_output_dir,
+            written_bytes=plan.checkpoint.output_dir_bytes,
             steps_per_epoch=preparation.loader.steps_per_epoch,
             saved=last_saved,
         )
@@ -180,7 +180,7 @@ def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None])
     Args:
         on_message: Called with messages for the user.
     """
-    drive_bytes = sum(group.gather(plan.checkpoint.on_drives))  # homes may differ between ranks
+    drive_bytes = sum(group.gather(plan.checkpoint.drive_bytes))  # homes may differ between ranks
     return open_copier(plan.run.checkpoint, drive_bytes, on_message, plan.run.world.rank, group.gather)
 
 

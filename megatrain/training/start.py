@@ -115,7 +115,7 @@ class RunStart:
         """Copy a finished run's checkpoint if the config requests copies and no earlier start made this copy."""
         # Only this rank is running, but a copy into a folder needs all ranks of the checkpoint.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
-            drive_bytes = self.plan.checkpoint.on_drives
+            drive_bytes = self.plan.checkpoint.drive_bytes
             with closing(open_copier(self.plan.run.checkpoint, drive_bytes, self.on_message)) as copier:
                 copier.offer(checkpoint, is_last=True)
                 copier.finish()

@@ -135,7 +135,7 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
         results[count].assert_same(results[0])
     plans = {count: result.plan for count, result in results.items()}
     groups = len(plans[0].updates.ticks)
-    assert [len(plan.updates.in_gpu_memory) for plan in plans.values()] == [0, 3, groups]
+    assert [len(plan.updates.gpu_memory_ticks) for plan in plans.values()] == [0, 3, groups]
     assert set(plans[3].placement.homes.values()) == {"ram"}
     moved = [moved_state(plan) for plan in plans.values()]
     assert moved[0] == 0 < moved[1] < moved[2]
@@ -169,7 +169,7 @@ def test_updates_are_shared_if_the_rates_favor_it(
         plan = planner.plan_run(run)
     assert bool(plan.program.updates.streamed) == shares
     if shares:
-        assert all(tick.visit in plan.program.updates.streamed for tick in plan.updates.in_gpu_memory)
+        assert all(tick.visit in plan.program.updates.streamed for tick in plan.updates.gpu_memory_ticks)
         assert any("part by part for their updates" in text for text in messages(plan))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ThisMachine, "rates", lambda machine: LoadedProfile(None))

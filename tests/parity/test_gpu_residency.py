@@ -54,7 +54,7 @@ def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any)
 def groups_on_gpu(result: TieredRun) -> tuple[int, int]:
     """Return the number of groups updated in the GPU tier, and the number of all groups."""
     updates = [tick for tick in result.plan.program.ticks if tick.phase == "update"]
-    return len(result.plan.updates.in_gpu_memory), len(updates)
+    return len(result.plan.updates.gpu_memory_ticks), len(updates)
 
 
 @pytest.fixture(scope="module")

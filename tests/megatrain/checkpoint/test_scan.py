@@ -133,7 +133,7 @@ def test_copy_size_includes_all_ranks(tmp_path: Path) -> None:
     config = load_config(run.folder / "run.toml", overrides=["checkpoint.save_copy=true"]).config
     spec, world = resolve_checkpoint(config), SimpleNamespace(rank=0)
     run_spec = SimpleNamespace(checkpoint=spec, world=world)
-    plan: Any = SimpleNamespace(checkpoint=SimpleNamespace(on_drives=1), run=run_spec)
+    plan: Any = SimpleNamespace(checkpoint=SimpleNamespace(drive_bytes=1), run=run_spec)
     group: Any = Group()
     assert make_copier(plan, group, print)._drive_bytes == 6
 

@@ -55,7 +55,7 @@ def test_each_generation_takes_the_durable_bytes(tmp_path: Path, overrides: tupl
     assert plan.totals["nvme"] == sum(plan.placement.home_bytes["nvme"].values()) + sets * held
     rows = {kind: sizes for kind, sizes, _ in table_rows(plan)}
     assert rows.get("checkpoints", {}).get("nvme", 0) == sets * held
-    assert plan.checkpoint.in_output_dir == 0
+    assert plan.checkpoint.output_dir_bytes == 0
 
 
 def test_blocks_in_ram_are_saved_to_the_output_folder(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_blocks_in_ram_are_saved_to_the_output_folder(tmp_path: Path) -> None:
     assert not any(plan.placement.generation_bytes.values())
     assert "checkpoints" not in [kind for kind, _, _ in table_rows(plan)]
     blocks = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
-    assert plan.checkpoint.in_output_dir == sum(block.nbytes for block in blocks)
+    assert plan.checkpoint.output_dir_bytes == sum(block.nbytes for block in blocks)
 
 
 def refused(folder: Path, size: str, *overrides: str, **tables: str) -> DoesNotFitError:

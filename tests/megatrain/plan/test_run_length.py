@@ -34,7 +34,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert (length.num_steps, length.num_tokens, length.seconds) == (450, 450 * 6 * 64, 225.0)
     assert length.written_bytes == plan.placement.run_traffic_bytes(450)["ram->nvme"]
     assert length.share_of_limit == length.written_bytes / 2e9
-    assert length.num_saves == 3 and length.saved_bytes == 3 * plan.checkpoint.in_output_dir
+    assert length.num_saves == 3 and length.saved_bytes == 3 * plan.checkpoint.output_dir_bytes
     plan = plan_run(resolve(load_config(write(tmp_path, ram="7MiB")).config))
     assert run_length(plan, None, 0.5).num_steps is None
     assert run_length(plan, 7, None).num_tokens == 7 * 6 * 64

@@ -64,14 +64,14 @@ def test_the_formats_of_the_run(dtype: str, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(owner, name, lambda *given: others.append(given))
     warm_up(plan)
     assert others == [(), (plan.device,), (plan.device, torch.bfloat16)]
-    assert plan.updates.in_gpu_memory
+    assert plan.updates.gpu_memory_ticks
     assert host.formats == device.formats == [((True, getattr(torch, dtype)), 0)]
 
 
 def test_warm_up_skips_a_device_without_updates(tmp_path: Path) -> None:
     _, plan, host, device = watched_plan(tmp_path, placement=ALL_RAM)
     warm_up(plan)
-    assert host.formats and not plan.updates.in_gpu_memory and not device.formats
+    assert host.formats and not plan.updates.gpu_memory_ticks and not device.formats
 
 
 def test_benches_compile_the_kernels_of_the_device_before_the_first_step(tmp_path: Path) -> None:
