@@ -263,7 +263,7 @@ class Adapters(ModelConverter):
                 elif kind == "magnitude_vector":
                     layer = self.layer_of(name)
                     weight = base_weights[name.rpartition(".lora_")[0]]
-                    # B is zero, so the initial magnitude is the norm of the module's weight.
+                    # B is zero, so the initial magnitudes are the norms of the weight's rows.
                     rows = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
                     view.copy_(torch.linalg.norm(rows, dim=1))
                 else:
@@ -391,7 +391,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, audio=False)]
     saved_modules = config.modules_to_save
-    # Hide these modules from peft, which would copy them, because the engine trains them in place.
+    # Hide these modules from peft, which would copy them. The engine trains them in place.
     config.modules_to_save = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns about tied weights and about transformers
@@ -402,7 +402,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
                 f"{_selecting_key(table)}: {_summarize_error(error)}. {type(model).__name__} has e.g. "
                 f"{_example_module_names(model)}"
             ) from error
-    vars(model).pop("peft_config", None)  # otherwise transformers would treat it as a peft model
+    vars(model).pop("peft_config", None)  # otherwise transformers would treat the model as a peft model
     config.modules_to_save = list(saved_modules or ()) or None
     return config
 
@@ -551,7 +551,7 @@ def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSour
         with ExitStack() as stack:
             read = stack.enter_context(source(layout))
             readers = {name: stack.enter_context(source(other_layout)) for name, other_layout in other_layouts.items()}
-            cache: dict[str, Tensor] = {}  # a cache that holds one weight at a time
+            cache: dict[str, Tensor] = {}  # holds at most one merged weight
 
             def read_entry(entry: TensorEntry, read: ReadMaster) -> Tensor:
                 return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
@@ -570,7 +570,7 @@ def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSour
                 out = read(start, stop)
                 for entry, begin, end in entries_within(layout, start, stop):
                     if tensor_names[entry.name]:
-                        out = out.clone()  # `out` may be a view of the block
+                        out = out.clone()  # `out` may be a view of the block, which must not change
                         out[entry.offset + begin - start : entry.offset + end - start] = merge_entry(entry)[begin:end]
                 return out
 
@@ -586,7 +586,7 @@ def find_base_model(folder: Path) -> str:
     """Return the folder or hub name of an adapter's base model.
 
     Raises:
-        AdapterError: If the adapter specifies no base model, or a missing folder.
+        AdapterError: If the adapter specifies no base model, or a folder that does not exist.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -682,7 +682,7 @@ class AdapterWeights:
         """Check that a weight of the model equals its copy in the adapter file.
 
         Raises:
-            AdapterError: If they differ, because the copy was trained or resized, and peft would load the copy.
+            AdapterError: If they differ, which means that the copy was trained or resized. peft would load the copy.
         """
         copy = self._file.read(self._file_names[self.base_copies[name]])
         if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):
@@ -723,7 +723,7 @@ def export_adapter(
         Absolute path of the finished folder.
 
     Raises:
-        ExportError: In the cases of `export_model`.
+        ExportError: For the reasons listed in `export_model`.
     """
     adapters = adapters_of(graph)
     assert adapters is not None

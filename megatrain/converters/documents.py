@@ -7,7 +7,7 @@ on each document (`_attend_documents`), or as one kernel for all documents if th
 (`_attend_varlen`). Any other use of the mask first creates the dense tensor. Models with custom attention therefore
 stay correct, but save no memory.
 
-No rule depends on the model class. docs/decisions/0026-attention-by-documents.md
+No rule depends on the model class. See docs/decisions/0026-attention-by-documents.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
-#: Minimum number of tokens per piece if a document is longer than the window. Each piece needs a mask.
+#: Minimum tokens per piece of a document that is longer than its window. Smaller pieces would need more masks.
 _MIN_WINDOW_TOKENS = 512
 #: Limits of ``_attend_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
@@ -119,7 +119,7 @@ class DocumentMask(Tensor):
         return mask
 
     def materialize(self, operation: str) -> Tensor:
-        """Report the operation `operation`, and return a new dense mask for it."""
+        """Report that `operation` needs a dense mask, and return a new one."""
         self._on_dense(operation)
         return self._make_dense()
 
@@ -162,7 +162,7 @@ def _materialize(value: Any, operation: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Attention pattern of one of transformers' mask functions. The patterns of other functions are unknown.
+    """Attention pattern of a mask function from transformers. Functions without this object have an unknown pattern.
 
     Attributes:
         is_causal: Whether no token attends to later tokens.
@@ -306,7 +306,7 @@ def _wrap_mask_function(make_mask: Callable[..., Any], on_dense: Callable[[str],
     return make
 
 
-#: Required arguments of transformers' mask function.
+#: Arguments of transformers' mask function that `_find_documents` needs.
 _REQUIRED_ARGUMENTS = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
 _REQUIRED_ARGUMENTS |= {"attention_mask", "device"}
 
@@ -380,7 +380,7 @@ def _wrap_attention(sdpa: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         has_option = any(kwargs.get(name) is not None for name in option_names)  # for example a bias or a soft cap
-        # With dropout, run whole rows, because separate calls would draw other random numbers than transformers does.
+        # With dropout, run whole rows, because calls per document would draw different random numbers.
         if (
             has_option
             or dropout
@@ -499,7 +499,7 @@ class _Varlen(torch.autograd.Function):
         ctx.documents, ctx.is_causal = documents, window is None
         ctx.options = {
             "scale": scale,
-            "window_size_left": -1 if window is None else window - 1,  # the kernel excludes the token itself
+            "window_size_left": -1 if window is None else window - 1,  # the kernel does not count the token itself
             "window_size_right": 0,
         }
         outputs: list[Tensor] = []

@@ -97,7 +97,7 @@ class ExpertsPart(nn.Module):
         self.rows = range(start, stop)
         self.total_rows = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
-        # A tuple keeps torch from registering the module as a submodule: its parameters belong to all experts.
+        # In a tuple, torch does not register the module as a submodule, whose parameters would belong to this part.
         self._experts: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
             shape = (stop - start, *parameter.shape[1:])
@@ -193,7 +193,7 @@ class _PlaceholderResult(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) if needs_grad else None for tensor, needs_grad in pairs)
 
 
-#: Attribute of a tensor of chosen experts, which caches the set of these experts on the host.
+#: Name of the attribute in which a tensor of chosen experts caches the set of these experts on the host.
 _CACHE_ATTRIBUTE = "_megatrain_hit_experts"
 
 

@@ -61,7 +61,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, include_mlps: bool) -> None:
     originals = dict(namespace)
     try:
         function(model=model, **{name: value for name, value in options.items() if name in parameters})
-    except Exception as error:  # each family's function fails differently
+    except Exception as error:  # each family's function raises different errors
         raise UnsupportedModelError(
             _KEY,
             f"liger-kernel does not fit {type(model).__name__} ({type(error).__name__}: {error}). "

@@ -57,7 +57,7 @@ class MultimodalModules(ModelConverter):
             _remove_non_text(model)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Store the model, whose modules are read later, because other converters can still replace them."""
+        """Store the model. Its modules are read later, because other converters can still replace them."""
         self._model = model
 
     def is_optional(self, module: nn.Module) -> bool:
@@ -85,7 +85,7 @@ def _remove_non_text(model: PreTrainedModel) -> None:
     persistent_names = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
-    removed_tensors: dict[tuple[int, str], RegisteredTensor] = {}  # by id, because a module can have several names
+    removed_tensors: dict[tuple[int, str], RegisteredTensor] = {}  # a module can have several names, so use its id
     for path, module, contains_text in _find_outside_modules(language_parts, model, remove_duplicate=False):
         tensors: list[tuple[str, Tensor, bool]] = [
             (leaf, p, True) for leaf, p in module._parameters.items() if p is not None

@@ -33,13 +33,13 @@ _IMAGE_REASON = "rows with images have special positions and masks"
 _MIXING_REASON = "it may not keep apart the texts that share a row"
 
 _DOCUMENT_LENGTHS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
-_NUM_ROWS = 4  # several rows, because the chosen experts or keys of a single row could be equal by chance
+_NUM_ROWS = 4  # in a single row, the chosen experts or keys could be equal by chance
 _FIRST_TOKEN = 3  # lower ids are usually special tokens
 #: Tolerance relative to the largest logit. Summation order changes logits by at most 1e-5, mixing by at least 1e-3.
 _TOLERANCE = 1e-4
 _FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers in the copy; 16 if the first 3 do not contain all module classes
 
-_reasons: dict[object, str | None] = {}  # cache, because a planner checks the same model for every alternative
+_reasons: dict[object, str | None] = {}  # a planner checks the same model for every alternative
 
 
 def choose_packing(

@@ -36,7 +36,7 @@ _PIECE_SIZES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
 _MIN_MATRICES = 2  # an MLP has at least two matrices; a single projection has almost no internal activations
 
-#: Signature of a layer: (path, class) of each larger submodule. Layers with the same signature are treated alike.
+#: (path, class) of a layer and its submodules with at least two matrices. Layers with equal signatures are alike.
 _Signature = tuple[tuple[str, str], ...]
 
 
@@ -98,7 +98,7 @@ class TiledForward:
         """Run one piece, and return its output [rows, H].
 
         Raises:
-            UnsupportedModelError: If an output recorder collects values in the module, because it would run per piece.
+            UnsupportedModelError: If an output recorder collects values in the module. It would run once per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -218,7 +218,7 @@ def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
     small_copy = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
     known_paths = _position_wise_paths(small_copy)
     names: list[str] = []
-    # Remove adapters, because the small copy has none, so no layer with adapters would match its layers.
+    # Remove adapters. The small copy has none, so layers with adapters would not match its layers.
     with graph.plain_model():
         for unit in graph.units:
             if not unit.is_layer or unit.index in graph.optional_units:

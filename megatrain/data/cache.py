@@ -37,7 +37,7 @@ _MANIFEST = "manifest.json"
 _PARTIAL_SUFFIX, _REMOVED_SUFFIX, _LOCK_SUFFIX = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
 _READ_BYTES = 4 * MiB
-_MIN_AGE_S = 2.0  # a file changed less than 2 s ago may change again without a new mtime
+_MIN_AGE_S = 2.0  # coarse timestamps: a younger file could change again and keep its mtime
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
@@ -46,7 +46,7 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
     """Create and return the folder that ``data.cache_dir`` sets. Return None if tokens must be kept in RAM.
 
     Raises:
-        DataError: The configured folder is not writable. For the default folder, this only causes a message.
+        DataError: The configured folder is not writable. If the default folder is not writable, None is returned.
     """
     if cache_dir == "none":
         return None
@@ -163,7 +163,7 @@ class TokenCache:
         """Write an entry under a temporary name, then rename it, so that a crash never leaves a partial entry."""
         partial_folder, final_folder = self._folder / (key + _PARTIAL_SUFFIX), self._folder / key
         self._remove_folder(partial_folder)
-        self._remove_folder(final_folder)  # an existing folder is damaged, because `get` failed to open it
+        self._remove_folder(final_folder)  # `get` could not open an existing folder, so it is damaged or outdated
         partial_folder.mkdir()
         try:
             with contextlib.ExitStack() as stack:
@@ -190,7 +190,7 @@ class TokenCache:
             raise
 
     def _open_entry(self, key: str) -> TokenDataset | None:
-        """Open an entry and mark it as just used. Return None if no complete entry exists."""
+        """Open an entry and update its time of last use. Return None if no complete entry exists."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -230,7 +230,7 @@ class TokenCache:
             )
 
     def _remove_folder(self, folder: Path) -> None:
-        """Rename a folder, then delete it. Files that other processes have mapped stay readable."""
+        """Rename a folder before deleting it, so that no process opens half of an entry. Mapped files stay readable."""
         if not folder.exists():
             return
         trash_folder = folder.with_name(f"{folder.name}{_REMOVED_SUFFIX}-{os.getpid()}")

@@ -35,12 +35,12 @@ class TokenizedRow:
     Attributes:
         trained: Loss mask, one flag per token. The first flag is false, because no token predicts the first token.
         is_text: Whether the row is plain text. Plain text can be split into several documents.
-        untrained_turns: Reason for each assistant turn that should be in the loss but cannot be.
+        untrained_turns: One reason for each assistant turn that should be in the loss but cannot be.
         num_turns: Number of assistant turns that should be in the loss.
         omitted_fields: Fields of the row that the chat template does not render.
         special_tokens: Special tokens that occur in the row's text.
-        is_start: Whether these tokens start a plain text. Large text files are read in pieces.
-        is_end: Whether these tokens end a plain text.
+        is_start: Whether this is the first piece of a text. Large text files are read in pieces.
+        is_end: Whether this is the last piece of a text.
         image_tokens: Index range of each image's tokens.
     """
 
@@ -255,7 +255,7 @@ class RowEncoder:
         if boundary:
             split = next((i for i in range(start, len(tokens)) if offsets[i][1] > boundary), len(tokens))
         if self._is_same_text(self._decode(tokens[start:]), text):
-            # Offsets can omit a token's trailing white space, so the previous token may already have completion text.
+            # A token's offsets can exclude its trailing white space, which may belong to the completion.
             while split > start and text.startswith(prefix := self._decode(tokens[start:split])):
                 if len(prefix) <= boundary:
                     break
@@ -275,7 +275,7 @@ class RowEncoder:
         return _make_row(tokens, [*trained, True][: len(tokens)])
 
     def _strip_end_tokens(self, tokens: list[int]) -> list[int]:
-        """Remove the end tokens that some tokenizers add after every text, for example T5's."""
+        """Remove the end tokens that some tokenizers, such as T5's, add after every text."""
         end_tokens = self._added_tokens[1]
         return tokens[: -len(end_tokens)] if end_tokens and tuple(tokens[-len(end_tokens) :]) == end_tokens else tokens
 
@@ -300,7 +300,7 @@ class RowEncoder:
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
         if train_all and not turns:
             return _make_row(tokens, [True] * len(tokens))
-        # Search the text without image tokens, because the search renders the template many times.
+        # Search the text without image tokens. The search renders the chat many times, always without image tokens.
         spans = self._renderer.find_assistant_spans(row.messages, rendered.plain_text, row.location, turns, row.tools)
         spans = {index: _shift_span(span, rendered.image_spans) for index, span in spans.items()}
         trained = [train_all] * len(tokens)
@@ -418,7 +418,7 @@ class RowEncoder:
         return pattern.sub(r"\1", decoded) == pattern.sub(r"\1", original)
 
     def _is_same_fragment(self, decoded: str, original: str) -> bool:
-        """Return whether two fragments are equal up to white space at their ends, which adjacent tokens can contain."""
+        """Return whether fragments are equal, except for white space at the ends, which adjacent tokens can contain."""
         return self._is_same_text(decoded.strip(), original.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -430,7 +430,7 @@ class RowEncoder:
 
     @cached_property
     def _turn_end(self) -> tuple[int | None, str]:
-        """Id of the token that ends an assistant turn, or None; and the end-of-turn text if the end is plain text."""
+        """End of an assistant turn: (special token's id, ""), or (None, text) if the template ends turns with text."""
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = self._renderer.render(messages * 2, "")
@@ -448,7 +448,7 @@ class RowEncoder:
 
 
 def _check_unicode(row: PlainRow | RowError, row_text: _RowText | RowError) -> _RowText | RowError:
-    """Return the texts, or an error if they contain a lone surrogate. JSON can express surrogates, UTF-8 cannot."""
+    """Return the row text, or an error if it has a lone surrogate, which JSON can represent but UTF-8 cannot."""
     if isinstance(row, RowError) or isinstance(row_text, RowError):
         return row_text
     try:

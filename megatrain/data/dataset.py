@@ -58,7 +58,7 @@ class DataSpec:
         return replace(self, table=self.table.model_copy(update=keys))
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
-        """Return the image processor, or None without ``images_folder``. Raises the same errors as its constructor."""
+        """Return the image processor, or None if ``images_folder`` is None. Raises the errors of its constructor."""
         if self.images_folder is None:
             return None
         return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
@@ -95,7 +95,7 @@ def load_dataset(
 ) -> TokenDataset:
     """Return the documents of all sources, in order. Tokenize them if they are not in the cache.
 
-    ``in_use`` excludes the rows that ``data.val_size`` holds out.
+    In the result, ``in_use`` excludes the rows that ``data.val_size`` holds out.
 
     Args:
         on_message: Called with the progress of a long tokenization, and with the reason if the cache is not used.
@@ -130,7 +130,7 @@ def load_dataset(
 
 
 def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) -> tuple[str, ...]:
-    """Return one checksum per source. It depends on its files' contents, suffixes and order, but not on their names.
+    """Return one checksum per source. It covers the contents, suffixes and order of the files, but not their names.
 
     Args:
         cache: Cache of file checksums, or None to read all files.

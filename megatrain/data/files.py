@@ -39,14 +39,14 @@ _NESTED_LIST_KEYS = (
     "rejected",
     "tools",
 )
-_PIECE_CHARACTERS = 1 << 22  # text files are read in pieces of about this size, because they can exceed the RAM
+_PIECE_CHARACTERS = 1 << 22  # text files can be larger than RAM, so they are read in pieces of about this size
 _MAX_BATCH_ROWS = 256
 _TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet columns that contain texts or bytes
 #: Bytes of RAM per value in a list, including the value's share of the list's offsets.
 _BYTES_PER_NESTED_VALUE = 16
 #: Maximum decompressed size of a row. Without this limit, a small untrusted file could fill the RAM.
 MAX_ROW_BYTES = 256 * MiB
-#: Bytes of RAM per byte of a JSON list, because RAM holds both the text and the parsed objects.
+#: Bytes of RAM needed per byte of a JSON list. RAM holds both the text and the parsed objects.
 _BYTES_PER_LIST_CHARACTER = 8
 
 
@@ -158,7 +158,7 @@ def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, An
 
 
 def read_text(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield a text file as (piece, is_last). Pieces end between lines if possible, else between words.
+    """Yield (piece, is_last) for each piece of a text file. Pieces end between lines if possible, else between words.
 
     Raises:
         DataError: The file cannot be read or is not UTF-8.
@@ -194,7 +194,7 @@ def _decode_file(file: Path) -> Iterator[str]:
 
 
 def _find_cut(text: str) -> int:
-    """Return where to split a text: after the last line end, else before the last space, else at the text's end."""
+    """Return the index at which to split a text: after its last line end, else before its last space, else its end."""
     return text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
 
 
@@ -421,7 +421,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested_counts = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # Lists could fill the RAM. Check only local files, because a stream must not depend on the free RAM.
+            # Large lists could fill the RAM. Skip this check for streams, whose rows must not depend on the free RAM.
             if is_path and sum(nested_counts) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {row_number}",

@@ -135,7 +135,7 @@ class RowFields:
         value: Values of the row by column name.
         location: File and row, for error messages.
         names: Column name of each field.
-        columns: The config's ``columns``. It also maps the names of fields in messages.
+        columns: The config's ``columns``, which also has the names of fields in messages.
         folder: Base folder for relative image paths.
     """
 
@@ -228,7 +228,7 @@ def read_row(
         value: The row, as a mapping.
         location: File and row, for error messages.
         format: Format of the row, or "auto" to detect it from the column names. Column names without an exact match are
-            compared without case and surrounding spaces.
+            matched case-insensitively, without surrounding spaces.
         columns: Column name of each field. A dotted name refers to a field inside an object.
         folder: Base folder for relative image paths.
 
@@ -303,8 +303,8 @@ def _rename_columns(
 ) -> Mapping[str, Any]:
     """Return a row whose columns are renamed to the expected names if they differ only in case.
 
-    Names in ``columns`` that have no exact match are always compared without case. All other known names are compared
-    without case only if no format fits the row, as for a spreadsheet with ``Question,Answer``.
+    Names in ``columns`` without an exact match are always matched case-insensitively. All other known names are matched
+    case-insensitively only if no format fits the row, for example in a spreadsheet with ``Question,Answer``.
     """
     columns = row_columns(columns)
     is_match = any(reader.matches(value, names) for reader in readers)
@@ -312,7 +312,7 @@ def _rename_columns(
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row that has the names in ``columns``, which are matched ignoring case, or by path for dotted names."""
+    """Return a row with the column names in ``columns``. Match names case-insensitively, and dotted names by path."""
     missing_names = [column for column in columns.values() if column not in value]
     if not missing_names:
         return value
@@ -502,7 +502,7 @@ def _read_prompt_completion(fields: RowFields) -> Conversation | PromptCompletio
 
 
 def _read_tokenized(fields: RowFields) -> Tokenized:
-    """Return the tokens without padding. ``labels`` of -100 or a ``loss_mask`` of 0 exclude a token from the loss."""
+    """Return the tokens without padding. A label of -100 or a loss mask of 0 excludes a token from the loss."""
     location, names = fields.location, fields.names
     tokens = _read_integers(fields["input_ids"], location, names["input_ids"])
     if any(token < 0 for token in tokens):

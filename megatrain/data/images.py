@@ -57,7 +57,7 @@ class ImageRef:
 
     @classmethod
     def from_value(cls, value: object, folder: Path, location: str) -> ImageRef:
-        """Return a reference to an image, which is a path, a `file:` or `data:` URL, bytes, or a mapping of these.
+        """Return a reference to an image: a path, a `file:` or `data:` URL, bytes, or a mapping with one of these.
 
         Args:
             folder: Base folder for relative paths, which is the data file's folder.
@@ -127,7 +127,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image, not read yet, that a row refers to. Its attributes are the arguments of ``ImageRef.from_value``."""
+    """Unread image that a row refers to. Its attributes are the arguments of ``ImageRef.from_value``."""
 
     value: object
     folder: Path
@@ -173,7 +173,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. Also limits pixels, to the number in a row full of images.
+        max_length: Maximum tokens in a row. Pixels are limited to those of a row filled with images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.
@@ -394,7 +394,7 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 @contextmanager
 def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
-    """Build processors only from the tokenizer and Pillow's image backend, so that pixels are equal on all machines."""
+    """Make transformers build processors from only the tokenizer and Pillow, so that all machines get equal pixels."""
     from transformers import AutoImageProcessor, ProcessorMixin
 
     processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")

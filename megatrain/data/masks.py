@@ -37,8 +37,8 @@ _STRIP_FUNCTIONS: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip
 _SENTINEL = "qzsentinel"
 #: Name of the tokenizer attribute that holds the path of a chat template outside the tokenizer's folder.
 TEMPLATE_FILE = "chat_template_file"
-_MAX_TESTED_ROLES = 24  # maximum role sequences per template that are tested with limited time and memory
-#: Tested role sequences by template. All renderers share them, because each test forks the process.
+_MAX_TESTED_ROLES = 24  # maximum role sequences per template that are rendered with time and memory limits
+#: Tested role sequences by template. All renderers share them, because each test is slow: it forks the process.
 _TESTED_ROLES: dict[str, set[tuple[str, ...]]] = {}
 #: Fields that link a tool's result to its call. Templates can omit them, because they are never in the loss.
 _LINK_FIELDS = ("id", "tool_call_id")
@@ -170,7 +170,7 @@ class ChatRenderer:
                 ):
                     continue
                 if name == "content":
-                    # Skip assistant texts, which the loss mask verifies, and images, which have no text to look for.
+                    # Skip assistant texts, because the loss mask is verified, and images, because they have no text.
                     if message["role"] == "assistant" or IMAGE_MARK in value:
                         continue
                     name = f"content of {message['role']} messages"
@@ -245,7 +245,7 @@ class ChatRenderer:
     def find_assistant_spans(
         self, messages: Messages, text: str, location: str, indices: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Locate assistant messages in ``text``. Return each span without its end of turn, or why there is none.
+        """Locate assistant messages in ``text``. Return each one's span (without end of turn), or why it has none.
 
         Args:
             text: The result of :meth:`render`.
@@ -300,10 +300,10 @@ class ChatRenderer:
         return spans
 
     def _extend_to_prompt(self, chat: _RenderedConversation, span: MessageSpan) -> MessageSpan:
-        """Extend a span to the left, up to the generation prompt, so that it includes text such as an empty thought.
+        """Extend a span left to the generation prompt, so that it includes text such as an empty thinking block.
 
-        At inference, the model starts after the generation prompt, so it must also learn to produce this text. If the
-        template has no generation prompt, the text could be a role header. Then extend the span only over white space.
+        At inference, the model starts after the generation prompt, so it must also learn to produce this text. Without
+        a generation prompt, the text could be a role header. In that case, extend the span only over white space.
         """
         history = chat.messages[: span.message]
         if not history or (self._prompt and chat.text.endswith(self._prompt, 0, span.start)):
@@ -387,7 +387,7 @@ def _find_by_replacement(chat: _RenderedConversation, index: int) -> MessageSpan
         return None
     later_texts = [message["content"].strip() for message in chat.messages[index + 1 :]]
     if any(text and text in chat.text[len(prefix) : end] for text in later_texts):
-        return None  # the span also contains later messages, which the template renders only after a tool call
+        return None  # the span includes later messages, which `frame` lacks because it has no tool call
     return MessageSpan(index, len(prefix), end)
 
 
@@ -405,11 +405,11 @@ def _find_by_prefixes(chat: _RenderedConversation, index: int) -> MessageSpan | 
     if not turn_text.endswith(suffix):
         if not messages[index].get("tool_calls"):
             return None
-        suffix = turn_text[len(turn_text.rstrip()) :]  # the loss includes a tool call's end text, but no white space
+        suffix = turn_text[len(turn_text.rstrip()) :]  # include the call's end-of-turn text, but no white space
     end = len(turn_text) - len(suffix)
     if not (chat.text.startswith(turn_text) and turn_text.startswith(prompt_text) and len(prompt_text) <= end):
         return None
-    # Include the generation prompt in the check, because the prompt can contain the start of the message's thought.
+    # Check the message with its generation prompt, because the prompt can contain the start of a thinking block.
     message_text = turn_text[len(history_text) if prompt_text.startswith(history_text) else len(prompt_text) : end]
     return MessageSpan(index, len(prompt_text), end) if _contains_message(message_text, messages[index]) else None
 

@@ -248,7 +248,7 @@ def read_tools(value: object, location: str) -> tuple[dict[str, Any], ...] | Non
 
 
 def describe_json_error(error: json.JSONDecodeError) -> str:
-    """Return the column and cause of a JSON error, without the "at" that ends some of the parser's messages."""
+    """Return the column and cause of a JSON error, without the "at" or "starting at" of some parser messages."""
     return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
 
 

@@ -90,7 +90,7 @@ def pack_documents(
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the document indices of each row."""
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # sorted (free tokens, row): the first row with enough tokens is the best fit
+    open_rows: list[tuple[int, int]] = []  # sorted (free tokens, row); the best fit is the first row with enough
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)

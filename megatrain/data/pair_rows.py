@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.data.chat import TokenizedRow
     from megatrain.data.row_kind import Batch, Example
 
-# Functions import numpy and torch only when they need them, because configs load this module without them.
+# Functions import numpy and torch only when they need them, because reading a config imports this module.
 
 #: Roles of the better and the worse answer. Token caches store these values.
 CHOSEN, REJECTED = 1, 2
@@ -50,7 +50,7 @@ class PairRows(RowKind):
         return ("chosen", "rejected")
 
     def rejection(self, texts: Sequence[TokenizedRow], row: DataRow, max_length: int) -> RowError | None:
-        """Return an error if both answers have the same tokens."""
+        """Return an error if both answers have the same first ``max_length`` tokens."""
         answer, *other_answers = [text.tokens[:max_length] for text in texts]
         if answer not in other_answers:
             return None

@@ -20,7 +20,7 @@ from megatrain.data.formats import (
 from megatrain.data.messages import RowImages, field_names, read_messages, type_name
 from megatrain.data.rows_report import DataError, RowError
 
-_LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value, because the loss is computed in fp32
+_LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value; the loss is computed in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _read_labelled(fields: RowFields) -> tuple[str | _Messages | None, str | _Me
     for name in ("completion", "output"):
         if name in fields and prompt is not None:
             return prompt, _read_answer(fields, name)
-    if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
+    if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # the prompt includes the answer
         return prompt[:-1], prompt[-1:]
     problem = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
     raise DataError(location, problem, guess_columns(fields.value, location))

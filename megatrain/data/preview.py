@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PERCENTILES = (0, 50, 90, 99, 100)
-_MAX_PREVIEW_TOKENS = 4096  # maximum tokens shown of a text, because a text can be a whole book
+_MAX_PREVIEW_TOKENS = 4096  # maximum tokens shown per text; a text can be a whole book
 
 
 @dataclass(frozen=True, slots=True)

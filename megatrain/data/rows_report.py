@@ -233,13 +233,13 @@ _LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens", "unread")
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
-    """Return a warning for each source that loses more than ``WARN_SHARE`` to dropping or truncation.
+    """Return a warning for each source whose ``lost_share`` is above ``WARN_SHARE``.
 
     Args:
         names: Name of each source in messages.
 
     Raises:
-        DataError: A source loses more than ``max_dropped`` to dropping or truncation.
+        DataError: A source's ``lost_share`` is above ``max_dropped``.
     """
     warnings = []
     for name, counts in zip(names, report.sources, strict=True):

@@ -1,4 +1,4 @@
-"""Teacher scores on disk: log-probabilities of each token in a dataset. The scores are written in atomic parts.
+"""Teacher scores on disk: log-probabilities of each token in a dataset. Each part of the scores is written atomically.
 
 A score folder has one file (parquet) or group (zarr) per batch of rows. Its ``scores.json`` records how the scores were
 made. Each document's key is a checksum of its tokens and loss mask. A reader can therefore look up documents in any

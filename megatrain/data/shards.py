@@ -85,7 +85,7 @@ class Shards:
         return len(self.shards)
 
     def describe(self) -> list[tuple[str, int]]:
-        """Return the name and size of each shard. They identify the shards without reading them."""
+        """Return the name and size of each shard, which identify the shards, so that no shard must be read."""
         return [(shard.name, shard.nbytes) for shard in self.shards]
 
     def rows(self, index: int, start: int) -> Generator[tuple[str, Any]]:

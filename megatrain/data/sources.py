@@ -198,7 +198,7 @@ def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
 
 
 def _lowercase_fields(value: Any) -> dict[str, Any]:
-    """Return a row's fields with lower-case names, so that names can be compared without case."""
+    """Return a row's fields with lower-case names, so that names can be compared case-insensitively."""
     return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
 
 

@@ -90,7 +90,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         kind=data.kind,
         source_checksums=lambda: tuple(map(_shards_checksum, streams)),
         data=data,
-        tokenizer=copy.deepcopy(tokenizer),  # the thread that prepares windows needs its own copy
+        tokenizer=copy.deepcopy(tokenizer),  # for the thread that prepares windows; tokenizers are not thread-safe
         streams=streams,
         on_message=on_message,
     )

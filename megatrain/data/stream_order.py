@@ -74,8 +74,8 @@ class StreamOrder:
     def _prepare(self, cursor: Cursor) -> Future[Window]:
         """Prepare a window on a new thread.
 
-        The thread is not a daemon, because a daemon could be killed inside the tokenizer. Python therefore waits for it
-        at exit.
+        The thread is not a daemon, because Python could kill a daemon inside the tokenizer at exit. Python therefore
+        waits for the thread at exit.
         """
         window: Future[Window] = Future()
 
@@ -99,7 +99,7 @@ class StreamOrder:
 
 
 class _LossWarnings:
-    """Warnings about sources that lose many rows, and about fields that the chat template omits, each given once."""
+    """Warnings about sources that lose many rows and about omitted fields. Each warning is issued only once."""
 
     def __init__(self, streams: StreamDataset) -> None:
         self._streams = streams
@@ -110,7 +110,7 @@ class _LossWarnings:
         """Add a window's report, and issue its warnings.
 
         Raises:
-            DataError: A source loses more than ``data.max_dropped`` to dropping or truncation.
+            DataError: A source's ``lost_share`` is above ``data.max_dropped``.
         """
         data = self._streams.data
         messages: list[tuple[str, str]] = []

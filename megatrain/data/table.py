@@ -16,7 +16,7 @@ def _redact(path: object) -> object:
     return mask_secrets(path) if isinstance(path, str) else path
 
 
-#: A hub name (owner/name) without a file suffix, or a URL.
+#: A path, a URL, or a hub name (owner/name). A hub name has no file suffix.
 DatasetPath = Annotated[
     str, BeforeValidator(_redact), mark_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
 ]

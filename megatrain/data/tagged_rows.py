@@ -1,4 +1,4 @@
-"""Row kind for labelled answers (KTO). Each prompt gives two documents: with its answer, and with another answer."""
+"""Row kind for labelled answers (KTO). Each prompt becomes two documents: with its own answer, and with another one."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class CutDocument:
 
 
 class TextCutter:
-    """Splitter of texts into pieces of at most ``max_length`` tokens. Keeps the remainder for the next call.
+    """Splitter of texts into pieces of at most ``max_length`` tokens. Keeps an incomplete piece for the next call.
 
     If a text begins with the tokenizer's start tokens (``<bos>``), all of its pieces begin with them, because the model
     uses them as an attention sink. A piece's first token is not in the loss, because the tokens that predict it are in

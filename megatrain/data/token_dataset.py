@@ -105,9 +105,9 @@ class TokenDataset:
         return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
 
     def release_pages(self) -> None:
-        """Release the RAM that the memory-mapped files occupy. Reading the data again later is almost as fast.
+        """Release the RAM of the memory-mapped files. Later reads usually find the data in the page cache.
 
-        If this is never called, the process's resident memory grows with every read.
+        Without calls of this method, the process's resident memory would grow with every read.
         """
         owners: list[object] = [getattr(self, name).base for name in ARRAYS]
         for owner in owners:

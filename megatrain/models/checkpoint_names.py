@@ -56,7 +56,7 @@ class Conversion:
         return {self.final_names[name]: value for name, value in outputs.items()}
 
     def regions(self, model: PreTrainedModel) -> Mapping[str, Sequence[Region]] | None:
-        """Return the regions of each target, or None if the step does more than move elements.
+        """Return the regions of each target, or None if the step must run on whole tensors.
 
         With regions, any range of a target can be computed separately. Regions exist for copies, for the usual fusing
         of experts, and for exports that split or join fused tensors.
@@ -96,7 +96,7 @@ class Conversion:
     def _convert(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if self.transform is None:
             return {self.first_target: read(self.source_names[0])}
-        transform = deepcopy(self.transform)  # the conversion removes the tensors that it has collected
+        transform = deepcopy(self.transform)  # `convert` removes the collected tensors from the transform
         for pattern, names in self.sources.items():
             transform.collected_tensors[pattern] = [read(name) for name in names]
         outputs = transform.convert(self.first_target, model=model, config=model.config)
@@ -111,7 +111,7 @@ class LoadPlan:
         target_steps: Conversion step for each parameter and persistent buffer.
         missing: Parameters and buffers of the model that no checkpoint tensor provides.
         unexpected: Checkpoint tensors that the model does not have.
-        ignored: Checkpoint tensors that the model's class declares as ignorable: name in the model, by checkpoint name.
+        ignored: Name in the model, by checkpoint name, of each tensor that the model's class declares as ignorable.
         transforms: Transforms that matched a tensor. An export applies their inverses.
     """
 
@@ -139,7 +139,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     unexpected: dict[str, str] = {}
     for name in sorted(checkpoint, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:  # the file already uses the module's name
+        if target not in state and name in state:  # the checkpoint already uses the model's name
             target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
         if target not in state:
             unexpected[name] = target
@@ -217,7 +217,7 @@ def _restore_file_names(step: Conversion, load_plan: LoadPlan, prefix: str) -> N
     shapes = {name: shape for load_step in steps for name, shape in load_step.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
-        candidates = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts both
+        candidates = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts all
         matches = [candidate for candidate in candidates if candidate in shapes]
         if step.transform is None and len(shapes) == 1:
             matches = list(shapes)  # a plain copy has only one candidate, even if a renaming has lost the name

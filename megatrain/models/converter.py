@@ -4,7 +4,7 @@ The core builds a folder's skeleton, finds its units, streams their weights thro
 back. Some models or runs need more: adapters, split experts, images, or attention within documents. Converters add
 this by overriding methods of `ModelConverter`. By default, each method does nothing. The methods are listed in the
 order in which the core calls them. ``CONVERTERS`` in ``megatrain/models/table.py`` lists the converters. Each converter
-decides whether a run needs it. The core receives the required converters as a tuple and calls them in this order.
+decides whether a run needs it. The core gets the required converters as a tuple, in the order of ``CONVERTERS``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ModelConverter:
         return False
 
     def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units that replace a layer, in forward order. Return nothing to keep the layer as one unit.
+        """Return the units that replace a layer, in forward order, or an empty sequence to keep the layer as one unit.
 
         Together, the units must own all of the layer's parameters. Called once per layer that every micro-batch uses.
         """
@@ -103,7 +103,7 @@ class ModelConverter:
         return nullcontext()
 
     def export_source(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return the source of the weights to export. ``source`` provides the weights in the blocks."""
+        """Return the source of the weights to export. ``source`` reads the weights from the blocks."""
         return source
 
 
@@ -189,7 +189,7 @@ class LayerPart(Protocol):
         """Return whether a call's arguments contain real routing values, which a trace does not have."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether it is known that a call routes no token to this part. Can synchronize with the device."""
+        """Return whether a call is known to route no token to this part. Can synchronize with the device."""
 
     def no_token_probability(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a given token is not routed to this part if routing is uniform."""

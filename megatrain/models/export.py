@@ -94,7 +94,7 @@ class ShardPlan:
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[ShardPlan]:
     """Distribute meta tensors, in writing order, over files with at most ``max_shard_nbytes`` of weights each.
 
-    As in transformers, a tensor that is larger gets its own file.
+    As in transformers, a larger tensor gets its own file.
     """
     assert max_shard_nbytes > 0, max_shard_nbytes
     groups: list[list[str]] = [[]]
@@ -205,11 +205,11 @@ class ShardWriter:
             weight_map = {name: self._shard_by_name[name].file_name for name in sorted(self._tensors)}
             text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
             (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
-        paths = sorted(self._folder.rglob("*"))  # chat templates can be in a folder
+        paths = sorted(self._folder.rglob("*"))  # chat templates can be in a subfolder
         _fsync(paths)
         for path in filter(Path.is_file, paths):
             with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # let `verify` read from the drive
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # make `verify` read the drive
 
     def verify(self, folder: TensorReader | None = None) -> None:
         """Read all headers and tensors back, and compare checksums.
@@ -394,7 +394,7 @@ def _plan_steps(
 
 
 def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
-    """Return the names of the layouts that contain a parameter or its parts, by parameter name, tied names included."""
+    """Return the names of the layouts that contain a parameter or its parts, by parameter name. Include tied names."""
     layouts: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:

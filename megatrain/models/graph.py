@@ -45,7 +45,7 @@ def find_modules(
     """Return `(path, module, kind)` for every unit, in definition order. Together, the units own all parameters.
 
     Each layer is a unit. Outside layers, each outermost module that directly owns parameters is a unit, for example an
-    embedding, a norm or a projection. If it contains layers, its unit has only its directly owned parameters.
+    embedding, a norm or a projection. If such a module contains layers, its unit has only its own direct parameters.
 
     Args:
         model: A skeleton, or a model with weights.
@@ -184,7 +184,7 @@ class ModelGraph:
 
     Attributes:
         config: The original Hugging Face configuration.
-        model: Skeleton with parameters on the meta device. Its buffers are real, on the CPU until a runner moves them.
+        model: Skeleton with parameters on the meta device. Buffers have values, on the CPU until a runner moves them.
         units: All units in definition order. Together, they own all parameters.
         layouts: Layouts by name. Each unit that owns parameters has one or two (`<unit>`, `<unit>.frozen`).
         owner_names: Maps every other name of a tied parameter to its name in the owner's layout.
@@ -214,7 +214,7 @@ class ModelGraph:
         )
 
     def export_source(self, source: WeightSource) -> WeightSource:
-        """Return the source of the weights to export. ``source`` provides the weights in the blocks."""
+        """Return the source of the weights to export. ``source`` reads the weights from the blocks."""
         for converter in self.converters:
             source = converter.export_source(self, source)
         return source
@@ -231,7 +231,7 @@ class ModelGraph:
         return tuple(dict.fromkeys(entry.parameter for layout in layouts for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
-        """Return the names of the buffers that checkpoints contain. All others already have their final values."""
+        """Return the names of the buffers that checkpoints contain. Other buffers already have their final values."""
         checkpoint_names = self.model.state_dict(keep_vars=True)
         return tuple(name for name, _ in self.model.named_buffers() if name in checkpoint_names)
 
@@ -325,7 +325,7 @@ def graph_of(
     freeze: Sequence[str] | None,
     dtype: torch.dtype,
 ) -> ModelGraph:
-    """Divide a skeleton into units and layouts. `freeze` patterns set `requires_grad`; with None it is unchanged."""
+    """Divide a skeleton into units and layouts. `freeze` patterns change `requires_grad`; None leaves it unchanged."""
     names = _names_by_parameter(model, converters)
     if freeze is not None:
         _freeze(model, names, freeze)

@@ -203,7 +203,7 @@ class FolderSource:
             encode_high_half(piece.float(), cast_piece)
             piece = cast_piece
         view.copy_(piece.view(file_range.shape))
-        if (key, index) not in self._checked_ranges:  # check only once, because the files do not change during the run
+        if (key, index) not in self._checked_ranges:  # check only once, because a changed file ends the run
             if not (_is_finite(view) if file_range.is_finite is None else file_range.is_finite(view)):
                 raise TransferError(
                     f"tensor {file_range.record.name} contains infinite values or NaN. Use an undamaged model",
@@ -221,7 +221,7 @@ class FolderSource:
         try:
             self._check_unchanged(path, os.fstat(fd))
             num_read = read_all(fd, tensor_bytes(window), page_start, self._disable_direct)
-            if not self._is_direct:  # drop the pages from the cache, which the RAM tier does not account for
+            if not self._is_direct:  # drop the cached pages, which the RAM tier does not count
                 drop_cached(fd, page_start, nbytes)
         finally:
             os.close(fd)

@@ -38,7 +38,7 @@ _CHANGES = (
 )  # fmt: skip
 #: torch draws normal numbers in groups of this size. The last group ends at the end of the tensor.
 _GROUP_SIZE = 16
-#: Elements drawn per call when elements are skipped to reach a later range.
+#: Maximum number of elements to draw per call in order to skip to a later range.
 _SKIPPED_ELEMENTS = 1 << 20
 
 
@@ -119,7 +119,7 @@ class Initializer:
         Raises:
             InitializationError: Neither transformers nor torch has a rule for a parameter.
         """
-        if self._rules is not None and (skip := start % _GROUP_SIZE):  # parts of experts can start within a group
+        if self._rules is not None and (skip := start % _GROUP_SIZE):  # draw from the start of the group
             buffer = torch.empty(skip + out.numel())
             self._rules.read(name, start - skip, buffer)
             out.copy_(buffer[skip:])
@@ -319,7 +319,7 @@ def _record_rules(model: PreTrainedModel, names: Sequence[str], seed: int) -> _R
         return None  # a rule reads a tensor's values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
     first_ops = [ops[0] if ops else None for ops in operations.values()]
-    # If no operation fills a parameter completely, torch's `reset_parameters` must run, even for other parameters.
+    # If the rules leave a parameter incomplete, `reset_parameters` must fill it, so use whole tensors for all of them.
     if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in first_ops):
         return None
     return _Rules(operations)
@@ -349,7 +349,7 @@ def _reset_parameter(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the first of its tied names. The module with the first name determines the final values."""
+    """Map each name to the first name of its parameter. A tied parameter gets its values by its first name."""
     owners = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: owners.get(name, name) for name in names}
 

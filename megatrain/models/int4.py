@@ -26,7 +26,7 @@ _MAX_BF16 = 3.38e38  # largest number that is finite in bf16
 @dataclass(frozen=True)
 class _Int4:
     parts: tuple[str, ...]
-    packed_names: tuple[str, ...]  # names of the tensors of numbers, of scales and, if asymmetric, of zero points
+    packed_names: tuple[str, ...]  # names of the tensors with numbers, scales and, if asymmetric, zero points
     shape: tuple[int, int]
     group_size: int  # number of columns in a group
     dtype: torch.dtype  # dtype of the scales

@@ -67,7 +67,7 @@ class WeightLoader:
     Args:
         path: A Hugging Face folder that contains safetensors files.
         model: Skeleton built from the folder's config. Its parameters can be on the meta device. As in transformers,
-            the loader stores the transforms that the folder needs in the model. An export uses them.
+            the loader stores the folder's transforms in the model, because an export inverts them.
 
     Attributes:
         origin: Facts about the folder that an export needs.
@@ -145,7 +145,7 @@ class WeightLoader:
         """Fill ``out`` with a parameter's elements, starting at element ``start``."""
         step, start = self._find_step(entry.parameter), entry.start + start
         with torch.no_grad():
-            if step is None:  # transformers permits that the folder lacks this parameter, and initializes it
+            if step is None:  # the folder may lack this parameter; transformers then initializes it
                 self._get_initializer(layout).read(entry.parameter, start, out)
             else:
                 self._run_step(step, entry.parameter, start, out)
@@ -161,7 +161,7 @@ class WeightLoader:
         """Return the regions of the folder's tensors that form a parameter. The tensors are not read.
 
         Returns:
-            The regions, or None if the conversion does more than move elements or the folder lacks the parameter.
+            The regions, or None if the conversion must run on whole tensors or the folder lacks the parameter.
         """
         step = self._find_step(name)
         if step is None:

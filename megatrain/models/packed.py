@@ -1,8 +1,8 @@
 """Blocks that contain the packed bytes of quantized weights, which are decoded in the compute tier.
 
 In a quantized folder, a frozen layout is one block of bytes. It contains the unchanged packed bytes of the quantized
-weights, and all other weights in the compute dtype. Tiers store and links move only this small form. Decoded weights
-exist only in the compute tier, for one tick. ``Packing.decode`` computes them from the leased block. The result is
+weights, and all other weights in the compute dtype. Tiers and links handle only this small form. Decoded weights exist
+only in the compute tier, for one tick. ``Packing.decode`` computes them from the leased block. The result is
 bit-identical to decoding on the host. ``in_place.py`` reads such blocks from files.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["Packing", "pack", "split_rows"]
 _ALIGNMENT_BYTES = 128
 #: Number of elements to decode at a time. Small enough for CPU caches, or large enough to keep a GPU busy.
 _NUMBERS_ON_CPU, _NUMBERS_ON_DEVICE = 1 << 18, 1 << 24
-_DECODING_BYTES = 20  # temporary bytes per decoded element: an index, its value, its scale, and its two halves
+_DECODING_BYTES = 20  # temporary bytes per decoded element: index, value, scale, and the value's two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Packing:
         if self.dtype != torch.bfloat16:
             return numbers
         output = torch.empty_like(numbers, dtype=torch.bfloat16)
-        encode_high_half(numbers, output)  # round as for all loaded weights
+        encode_high_half(numbers, output)  # round like all other loaded weights
         return output
 
 
@@ -169,7 +169,7 @@ def pack(
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
-    """Return a layout's packing, or None if a weight is missing or needs a conversion that changes its elements.
+    """Return a layout's packing, or None if a weight is missing or must be converted as a whole tensor.
 
     Args:
         find_regions: Function that returns the regions of the folder's tensors that form a parameter.

@@ -136,7 +136,7 @@ def _replace_by_placeholder(model: PreTrainedModel, tensor: RegisteredTensor) ->
     placeholder = Tensor._make_subclass(_PassthroughWeight, torch.empty_like(tensor.value, device="meta"))
     assert isinstance(placeholder, _PassthroughWeight)
     placeholder.weight_name, placeholder.model_name = tensor.name, type(model).__name__
-    cast("Any", placeholder)._is_hf_initialized = True  # so that transformers' initialization skips the placeholder
+    cast("Any", placeholder)._is_hf_initialized = True  # makes transformers' initialization skip the placeholder
     tensor.module.__dict__[tensor.leaf] = placeholder
 
 

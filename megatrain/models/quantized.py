@@ -271,7 +271,7 @@ class _QuantizedScales:
 @dataclass(frozen=True)
 class _Nf4:
     parts: tuple[str, ...]
-    packed_names: tuple[str, ...]  # names of: numbers, scales, table; if nested, also the coarse scales and their table
+    packed_names: tuple[str, ...]  # tensors with numbers, scales, table; if nested, also coarse scales and their table
     shape: tuple[int, ...]
     block: int
     nested: _QuantizedScales | None

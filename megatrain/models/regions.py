@@ -66,7 +66,7 @@ class Region:
 
     @property
     def is_readable_in_place(self) -> bool:
-        """Whether any range can be read without many unneeded elements. False, for example, for transposed tensors."""
+        """Whether the source box has contiguous rows or few gaps. Not the case for transposed slices of columns."""
         if self.num_elements == 0:
             return True
         region = _merge_dimensions(self)
@@ -187,7 +187,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _AliasingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which ``contiguous`` and ``clone`` return views, so that an output's strides locate its elements."""
+    """Mode in which ``contiguous`` and ``clone`` return views, so that outputs are views of the inputs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -201,7 +201,7 @@ def trace_regions(
     shapes: Mapping[str, torch.Size],
     convert: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, list[Region]] | None:
-    """Return the regions of a conversion's outputs, or None if it does more than cut and transpose its inputs.
+    """Return the regions of a conversion's outputs, or None if the conversion must run on whole tensors.
 
     Args:
         shapes: Shape of each input, by name.

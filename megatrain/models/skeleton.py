@@ -1,4 +1,4 @@
-"""Construction of Hugging Face models without weights. Parameters are on the meta device, buffers are real."""
+"""Construction of Hugging Face models without weights. Parameters are on the meta device, but buffers have values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resolve_config(
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
         trust_remote_code: Whether to run model code from the folder.
-        allow_quantized: Whether quantized weights are allowed, because they are frozen and decoded. If so, the
+        allow_quantized: Whether to accept quantized weights, which is possible only if they are frozen. If True, the
             returned configuration has no quantization.
 
     Raises:

@@ -119,7 +119,7 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
 
 
 def _shrunken_configs(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
-    """Yield scaled-down configs to try: first all widths reduced, then all but the head width, then no widths."""
+    """Yield scaled-down configs to try: with all widths reduced, then all but the head width, then none."""
     for keep_head_dim, keep_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):

@@ -41,7 +41,7 @@ class TaskHead:
 
 
 def set_head(model: PreTrainedModel, head: TaskHead) -> None:
-    """Record a task head on a skeleton. Make transformers permit folders without this head or with other heads."""
+    """Record a task head on a skeleton. Make transformers accept folders without this head or with other heads."""
     attributes: Any = cast("Any", model).__dict__
     attributes[_ATTRIBUTE] = head
     for key, pattern in (("missing", head.head_pattern), ("unexpected", head.other_pattern)):
