@@ -57,7 +57,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
         click.echo(f"asked process {owner.pid} to save after its current step", err=True)
 
     def find_saved_step() -> int | None:
-        has_ended = find_owner(run) != owner  # Check before reading the status, which a run writes before it ends.
+        has_ended = find_owner(run) != owner  # Check first, so that an ended run's status is final.
         status = status_of_owner(run, owner)
         if status is not None and (step := _newer_checkpoint(old_status, status)) is not None:
             return step

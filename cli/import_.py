@@ -35,7 +35,7 @@ def command(arguments: tuple[str, ...], tool: Tool | None, out: Path | None, as_
     """Translate a config or a command line of another tool.
 
     Reads YAML and JSON files of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain, shell scripts that start a
-    training, and training commands after "--", including launchers (accelerate, torchrun, deepspeed). Prints TOML, or
+    training run, and commands after "--", including launchers (accelerate, torchrun, deepspeed). Prints TOML, or
     writes it to OUT. Lists keys without an equivalent here, and unneeded keys. Resolves relative paths from the current
     folder, like the tool itself. Runs nothing.
     """

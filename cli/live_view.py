@@ -27,7 +27,7 @@ from tiered.units import format_duration, format_size
 
 from .console import nonzero_sizes, print_line
 
-_REFRESH_S = 0.25  # Drawing takes a few milliseconds.
+_REFRESH_S = 0.25  # Drawing takes only a few milliseconds of this.
 _CLOSE_TIMEOUT_S = 5.0  # maximum wait for a stopped terminal
 _SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR, _SHORTEST_NAME = 47, 54, 8, 3  # columns
 _LONGEST_UNIT = 24
@@ -41,7 +41,7 @@ class LiveView:
 
     Args:
         picture: Function that returns the lines to draw. The thread calls it.
-        is_lost: Function that returns whether the terminal is gone. If so, messages are lines and nothing is drawn.
+        is_lost: Function that returns whether the terminal is gone. If so, messages are printed without a view.
     """
 
     def __init__(

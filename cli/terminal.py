@@ -23,7 +23,7 @@ from typing import Any, Self, TextIO, cast
 
 import click
 
-#: Object of the root click context in a process that runs only one command.
+#: ``obj`` of the root click context if the process runs only one command.
 OWN_PROCESS = object()
 #: Frames of the spinner: Braille dots, or ASCII for terminals without Unicode.
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
@@ -182,7 +182,7 @@ def frames_for(encoding: str | None) -> str:
 def escape_controls(text: str) -> str:
     """Escape control characters in names, rows and messages, so that the terminal does not execute them.
 
-    An untrusted file name or row can contain sequences that clear the screen, rename the window, type, or hide text.
+    An untrusted file name or row can contain sequences that clear the screen, send keystrokes, or hide text.
     Colors, and this program's own sequences at the start of a write, are not escaped.
     """
     if not _CONTROL_CHARACTER.search(text):
@@ -268,7 +268,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class RunOutput:
-    """Context manager that replaces ``sys.stdout`` and ``sys.stderr``, if they are files.
+    """Context manager that replaces ``sys.stdout`` and ``sys.stderr``, if they have file descriptors.
 
     If a write fails because the terminal is closed or the pipe is broken, this text and all later output goes to a log
     file, without an error. The file descriptors are redirected, so the output of libraries also goes there. Until the
@@ -357,7 +357,7 @@ class RunOutput:
                     if error.errno in _CLOSED_ERRORS and not stream.is_redirected:
                         stream.is_gone_by_error = True
                         self.redirect_lost(bytes(data).decode(stream.encoding, errors="replace"))
-                    return  # A full drive must not end the run.
+                    return  # Drop the text: a full drive must not end the run.
 
 
 class _Stream(io.TextIOBase):

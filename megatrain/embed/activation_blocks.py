@@ -44,8 +44,8 @@ class ActivationBlocks:
     def __init__(self) -> None:
         self.has_warned = False
         self._lock = threading.Lock()
-        # Finalizers only append to this deque. They can run in any thread, even one that holds this lock or the
-        # store's lock.
+        # Finalizers only append to this deque. If they took a lock, they could deadlock, because they can run in a
+        # thread that already holds it.
         self._released: deque[ActivationBlock] = deque()
         self._registered_bytes = self._num_registered = 0
 
@@ -116,7 +116,7 @@ class ActivationBlocks:
             if wait or block.transfer is None or block.transfer.done():
                 unused.append(block)
             else:
-                self._released.append(block)  # unregistering the block now would wait for its transfer
+                self._released.append(block)  # unregistering it now would wait for its transfer
         store.unregister(*(block.key for block in unused))  # unregistered blocks are not written back
         self._registered_bytes -= sum(block.nbytes for block in unused)
 

@@ -79,7 +79,7 @@ class ActivationCache:
         self._names = tuple(store.stats().tiers)
         self.blocks = blocks_of(store)
         self._routes: dict[torch.device, _Route] = {}
-        self._lock = threading.Lock()  # never held while waiting
+        self._lock = threading.Lock()  # never held while waiting, which would block other threads
         self._live: WeakValueDictionary[int, StoredElements] = WeakValueDictionary()
         self._staged: deque[tuple[int, ref[StoredElements]]] = deque()
         self._staged_bytes = self._num_stored = 0

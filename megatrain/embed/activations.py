@@ -167,7 +167,7 @@ class offload_activations:
         if source is None or not source.is_current(tensor._version):
             source = self._sources[storage._cdata] = SourceStorage(tensor, storage)
         if source.keeper is not None and source.keeper() is not None:
-            return None  # another saved tensor keeps the storage in memory
+            return None  # another saved tensor keeps the storage, so a move would free nothing
         if is_small:
             return _CopiedTensor(tensor, view, storage)  # a view would keep the whole storage in memory
         stored = source.find(view)
@@ -256,7 +256,7 @@ class _StoredTensor(_OffloadedTensor):
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return weak references to the storages of parameters and buffers, by address. They keep addresses reserved."""
+    """Return weak references to the storages of parameters and buffers, by address. No address is reused meanwhile."""
     storages = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):

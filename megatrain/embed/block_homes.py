@@ -76,7 +76,7 @@ class SharedState:
     """
 
     def __init__(self, store: TieredStore) -> None:
-        self._store_ref = ref(store)  # weak, because this object is a value in a dictionary whose weak keys are stores
+        self._store_ref = ref(store)  # a strong reference would keep the weak key of ``_SHARED_STATES`` alive
         self._last_tier = tuple(store.stats().tiers)[-1]
         self._registered: list[str] | None = None
         self.working_bytes = 0

@@ -26,8 +26,8 @@ from tiered import TieredStore
 from tiered.ext import HostSlab
 
 #: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
-#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that a state can
-#: be loaded with other tiers.
+#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that saved
+#: state can be loaded with different tiers.
 _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 
 
@@ -43,7 +43,7 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def copy_to_ram(self, tensor: Tensor) -> Tensor:
-        """Return the dense, flat contents of a device tensor in RAM. They are valid until the next call."""
+        """Copy a device tensor to RAM. Return its dense, flat contents, which are valid until the next call."""
         nbytes = tensor.numel() * tensor.element_size()
         if self._slab is None or self._slab.nbytes < nbytes:
             if self._slab is not None:
@@ -80,7 +80,7 @@ class DeviceCopies:
 
 
 class OrdinaryGradients:
-    """Gradients in ``grad`` of ordinary parameters, as in torch. Updates leave them there.
+    """Gradients that ordinary parameters have in ``grad``, as in torch. Updates leave the gradients there.
 
     For a sharded parameter (``DTensor``), this process's shard of the gradient is used.
     """
@@ -193,7 +193,7 @@ class OrdinaryGroup(StateGroup):
             return mapped_copy(bits.view(torch.float32), self.store)
 
     def handle_loaded_state(self, *, with_weights: bool) -> None:
-        self._versions.clear()  # the next update compares masters with parameters, because they are loaded separately
+        self._versions.clear()  # the next update compares masters with parameters, which may be loaded separately
 
     def check_free(self) -> None:
         """Do nothing, because ordinary parameters are always in memory."""
@@ -249,7 +249,7 @@ class OrdinaryGroup(StateGroup):
             values.copy_(blocks["weight"].view(entry.shape))
             self._record_synced(entry.name)
         else:
-            increment_version(values)  # mark graphs that saved the tensor as stale: autograd did not see the kernel
+            increment_version(values)  # autograd did not see the kernel's writes; this marks older graphs as stale
         if values is not parameter:
             increment_version(parameter)  # a DTensor has a separate version counter
             self._record_synced(entry.name)
@@ -281,7 +281,7 @@ def make_gradient_block(
 
 
 def group_parameters(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
-    """Yield each group: this process's number of elements, and consecutive parameters of one dtype and device."""
+    """Yield (elements in this process, parameters) of groups of consecutive parameters of one dtype and device."""
     members: list[nn.Parameter] = []
     min_elements, max_elements = _GROUP_ELEMENTS
     values = [local_shard(parameter) for parameter in parameters]

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _FORMAT = 1
 #: Key of a record's random text, which distinguishes generations with the same number.
 _MARK = "mark"
-#: Name of the fp32 master in saved tensors. Only bf16 parameters need it, because they are just its high half.
+#: Name of the fp32 master in saved tensors. Saved only for bf16 parameters, which are just its high half.
 _MASTER = "master"
 
 
@@ -342,8 +342,8 @@ def _fingerprint(store: TieredStore) -> str:
 class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The ``state`` of an optimizer. It looks empty, so that trainers do not move it. Reading an item returns copies.
 
-    Items cannot be set; load a ``state_dict`` instead. If ``state`` is false, ``torch.distributed.checkpoint`` creates
-    state by a step with zero gradients, which would change existing moments. The truth value is therefore True.
+    Items cannot be set; load a ``state_dict`` instead. If ``bool(state)`` were False, ``torch.distributed.checkpoint``
+    would create state by a step with zero gradients, which changes existing moments. It is therefore True.
     """
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:

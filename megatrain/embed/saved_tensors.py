@@ -75,7 +75,7 @@ class VersionedTensor(SavedTensor):
 
 
 class KeptTensor(VersionedTensor):
-    """A tensor that stays in memory, detached, because a saved output must not refer to the node that saves it."""
+    """A tensor that stays in memory. It is detached: a node that saves its own output would be a reference cycle."""
 
     __slots__ = ()
 

@@ -231,7 +231,7 @@ class ModuleRanks(LocalBlocks):
         return homes
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
-        """Return the RAM in bytes for updating the largest shard, or for the sums of one exchange if larger."""
+        """Return the RAM in bytes for updating the largest shard, or for the sums of one exchange if that is more."""
         max_bytes = 0
         for part in parts_of(units):
             sum_bytes = len(self.own_lanes) * self.gathered_bytes(part.layout, torch.float32)

@@ -70,7 +70,7 @@ class OrdinaryUpdates:
         self._tables: dict[int, _KernelTable] = {}
 
     def apply(self, updates: Mapping[OrdinaryGroup, GroupUpdate]) -> None:
-        """Apply batched updates, then the others in order. During each of those, prefetch the state for the next."""
+        """Apply batched updates, then all other updates in order. Prefetch the next group's state during each."""
         groups, batches = _batch_updates(updates)
         if groups:
             store, grad_scale = groups[0].store, updates[groups[0]].grad_scale

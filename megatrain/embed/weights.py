@@ -82,7 +82,7 @@ class WeightBlock:
         shared = shared_state(self.store)
         shared.register(self.key, access.num_elements(self.layout), self.dtype, (self.home,), durable=True)
         self.missing_names = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
-        self.gradients: GradientBlock | None = None  # gradient hooks are only possible after the parameters are absent
+        self.gradients: GradientBlock | None = None  # set below: its hooks need absent parameters
         self._store_values()
         if self.layout.trainable:
             for key, num_elements in access.gradient_elements(part).items():
@@ -174,7 +174,7 @@ class WeightBlock:
         else:
             lease.release()
         if changed_names and mode == "r" and is_copy:
-            self.access.evict_copy(self.part)  # a read-only lease does not write changes back
+            self.access.evict_copy(self.part)  # drop the changed copy, which a read-only lease does not write back
         elif changed_names:
             self.record_changes(changed_names)
         if changed_names and mode == "r" and not is_failing:

@@ -114,7 +114,7 @@ def config_for_prompts(config: RunConfig, rows: int, num_prompts: int) -> RunCon
     """Return a config whose steps process prompts instead of training rows.
 
     Args:
-        rows: Number of prompts in a micro-batch, which are padded to the same length.
+        rows: Number of prompts in a micro-batch. They are padded to the same length.
         num_prompts: Number of prompts that share each fetch of a weight.
     """
     step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-num_prompts // rows))

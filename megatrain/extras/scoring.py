@@ -253,8 +253,8 @@ class Scorer:
         plan, store = self.plan, runtime.store
         placement = plan.placement
         passes = Passes(plan, store, timeline=runtime.timeline, activity=self._activity, stays=placement.stays)
-        store.wait_idle()  # writes from loading are not part of any pass
-        start_stats, start_s = store.stats(), time.perf_counter()  # before the schedule starts to prefetch
+        store.wait_idle()  # otherwise, writes from loading would count as traffic of the passes
+        start_stats, start_s = store.stats(), time.perf_counter()  # read before the first prefetch, so that it counts
         seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []

@@ -151,7 +151,7 @@ def verify(
 
 
 class _Comparison:
-    """Several trainings of the small model, and comparisons of their results."""
+    """Several training runs of the small model, and comparisons of their results."""
 
     def __init__(self, config: RunConfig | None, folder: Path, on_progress: Callable[[str], None]) -> None:
         self._user_config = source = config or _default_config()
@@ -170,7 +170,7 @@ class _Comparison:
         self.notes = tuple(_notes(source, *self._precision))
 
     def run(self, drives: Sequence[Path]) -> Iterator[Check]:
-        """Run the trainings, and yield each check when its results are available."""
+        """Train with each config, and yield each check when its results are available."""
         adamw = _constant_rate(LEARNING_RATE) | self._user_config.optimizer.model_dump(
             include={
                 "weight_decay",
@@ -286,7 +286,7 @@ def _least_ram(values: Mapping[str, Any]) -> str:
 
 
 def _default_config() -> RunConfig:
-    """Return the config for a command without CONFIG, with defaults."""
+    """Return the config to use if the user passes none. All optional keys have their defaults."""
     values = {"task": "pretrain", "output_dir": "run", "model": {"model_name_or_path": "model"}}
     return RunConfig.model_validate({**values, "data": {"train": [{"path": "text"}]}})
 

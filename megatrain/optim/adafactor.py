@@ -1,4 +1,4 @@
-"""Adafactor on the CPU. Its state, row and column means of second moments, is a thousandth of the size of AdamW's."""
+"""Adafactor on the CPU. Its state (row and column means of squares) is about a thousandth as large as AdamW's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def matrix_shape(shape: Sequence[int], num_elements: int) -> tuple[int, int, int
 
 
 def rows_per_block(num_rows: int, num_columns: int) -> int:
-    """Return the number of rows per column sum. This number affects the result, so it depends only on the shape."""
+    """Return how many rows each partial column sum adds. It affects results, so it depends only on the shape."""
     return max(RANGE_ELEMENTS // max(num_columns, 1), -(-num_rows // MAX_ROW_BLOCKS), 1)
 
 
@@ -55,10 +55,10 @@ class _KernelSlice:
 
 
 class Adafactor:
-    """Adafactor for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
+    """Adafactor for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    Shazeer and Stern (2018) with an external learning rate, like `transformers.Adafactor` with `scale_parameter` and
-    `relative_step` off and no first moment. A parameter is updated in fp32, with sums in fp64::
+    It takes 4 bytes per parameter. The algorithm is `transformers.Adafactor` (Shazeer and Stern, 2018) without first
+    moment, `scale_parameter` and `relative_step`. A parameter is updated in fp32, with sums in fp64::
 
         g = grad * grad_scale
         rows = rows * b + (mean(g * g, columns) + eps) * (1 - b)       where b = 1 - step ** decay_rate
@@ -66,7 +66,7 @@ class Adafactor:
         u = g * (sqrt(mean(rows) / rows) * sqrt(1 / columns))          a vector: u = g / sqrt(v), v per element
         w = w * (1 - lr * weight_decay) - u * (lr / max(1, rms(u) / clip_threshold))
 
-    The gradient is read three times, because no weight can change before the update's mean square is known.
+    An update reads the gradient three times: for the means, for the update's mean square, and to change the weights.
 
     Args:
         decay_rate: Negative exponent. Second moments decay by `1 - step ** decay_rate`.
@@ -106,7 +106,7 @@ class Adafactor:
             shape = matrix_shape(segment.shape, size)
             is_matrix = len(segment.shape) >= 2
             num_moments = shape[0] * (shape[1] + shape[2]) if is_matrix else size
-            assert "v" in segment.state_starts, segment  # build_segments sets this if it gets the kinds
+            assert "v" in segment.state_starts, segment  # set by `build_segments` if its argument `kinds` is given
             start = segment.state_starts["v"]
             assert math.prod(shape) == size and start + num_moments <= moments.size, (segment, moments.size)
             if size:
@@ -185,7 +185,7 @@ class _ParameterUpdate:
         rows = self._moments[:num_row_means].reshape(num_matrices, num_rows)
         columns = self._moments[num_row_means:].reshape(num_matrices, num_columns)
         self._update_means(shape, rows, columns)
-        with np.errstate(all="ignore"):  # non-finite values reach the weights, as in every optimizer
+        with np.errstate(all="ignore"):  # no warnings: as in every optimizer, non-finite values reach the weights
             mean = np.add.accumulate(rows, axis=1, dtype=np.float64)[:, -1:] / num_rows
             row_factor = np.sqrt(mean / rows).astype(np.float32)
             column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)

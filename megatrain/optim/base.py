@@ -50,7 +50,7 @@ class StateKind:
         name: Name of the kind, which follows the unit's name in block keys.
         dtype: Element type.
         elements_of: Function that returns how many elements a parameter has in the block. Parameters are stored
-            consecutively. Without it, each `granularity` elements of the weight block share one element, in order.
+            consecutively. If None, each run of `granularity` weights in the weight block has one element here.
         needs_whole: Whether an update needs whole parameters, even if the block has the same layout as the weight
             block.
         granularity: Number of weights that share one element of this block, a divisor of 1024. Parameters and parts are
@@ -265,7 +265,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Update the weights of matrices, and all other parameters; see `make_directions`.
 
         Args:
-            blocks: As in `make_directions`. `Segment.state_starts` are offsets into the blocks of packed state.
+            blocks: As in `make_directions`. `Segment.state_starts` index the blocks of kinds with `elements_of`.
             directions: Results of `orthogonalize`.
         """
         ...

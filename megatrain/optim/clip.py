@@ -1,6 +1,6 @@
 """Sums of gradients over the uses of a parameter, exact gradient norms, and the clip coefficient.
 
-The norm is the square root of an fp64 sum. The sum's order depends only on the layout: first within every 65,536
+The norm is the square root of an fp64 sum. The sum's order depends only on the layout: first within chunks of 65,536
 elements, then over these partial sums in a block group, then over the block groups. The norm is therefore bit-identical
 for every placement and number of threads, and on a GPU (`on_device.device_squared_norm`). Clipping needs no separate
 pass over the gradients, because updates multiply by the coefficient.
@@ -44,7 +44,7 @@ _CALLING_THREAD = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
-    """Error for a NaN or infinite gradient that was not applied. The message states whether others were applied."""
+    """Error for a NaN or infinite gradient that was not applied. The message states whether other gradients were."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
@@ -72,13 +72,13 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 CPU tensor, padding (zeros) included.
-        threads: Compute threads. None uses the calling thread. The result is the same.
+        threads: Compute threads, which do not affect the result. None uses the calling thread.
     """
     return _sum_in_order(_host_partials(gradient, threads))
 
 
 def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> Tensor:
-    """Return the fp64 sums of squares of every 65,536 elements, [blocks] on the gradient's device. No host sync.
+    """Return the fp64 sum of squares of each chunk of 65,536 elements, [chunks] on the same device. No host sync.
 
     Args:
         gradient: As in `squared_norm` or `device_squared_norm`.

@@ -184,7 +184,7 @@ def check_groups(table: OptimizerConfig, trained_entries: Iterable[TensorEntry])
 
 
 def has_measured_kernel(optimizer: Optimizer, *, split_master: bool) -> bool:
-    """Return whether doctor measures the optimizer's kernel: AdamW with master, m and v in 12 bytes per parameter."""
+    """Return whether doctor measures this optimizer's kernel. It measures only AdamW with 12 bytes per parameter."""
     return type(optimizer) is AdamW and bytes_per_parameter(optimizer.state_kinds(split_master)) == 12
 
 

@@ -49,7 +49,7 @@ class FusedMatrix:
         return [(rows, length) if self.divides_columns else (length, columns) for length in lengths]
 
     def views(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Return a 3-D view of each logical matrix. Its divided dimension becomes two: (group, row or column).
+        """Return a 3-D view of each logical matrix. The divided dimension is split in two: (group, row or column).
 
         Args:
             matrix: [rows, columns], contiguous.

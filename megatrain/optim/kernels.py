@@ -124,7 +124,7 @@ def _from_float32(value: Any, example: Any) -> Any:
         bits = np.float32(value).view(np.uint32)
         lowest_bit = (bits >> np.uint32(16)) & np.uint32(1)
         nearest = np.uint16((bits + np.uint32(0x7FFF) + lowest_bit) >> np.uint32(16))
-        return np.uint16(0x7FC0) if np.isnan(value) else nearest  # rounding could turn a NaN into infinity
+        return np.uint16(0x7FC0) if np.isnan(value) else nearest  # rounding the bits of a NaN could yield infinity
 
     return round_to_bf16 if example == types.uint16 else identity
 
@@ -527,7 +527,7 @@ def squared_norms(grad: Gradient, partials: Float64) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
-    """Run `squared_norms` for each row: gradient address, size, and the range `(start, stop)` of its partial sums."""
+    """Run `squared_norms` for each row of a table: gradient address, size, and the range of its partial sums."""
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])

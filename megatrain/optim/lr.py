@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScheduleError", "learning_rate_schedule", "make_schedule", "schedule_warnings", "warmup_notice"]
 
-#: Bounds of an unusual warm-up: rules of thumb that permit published recipes.
+#: Bounds outside of which a warm-up causes a warning: rules of thumb that accept the warm-ups of published recipes.
 _FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
 _LONG_WARMUP_SHARE = 0.5
 

@@ -109,7 +109,7 @@ class DeviceOrthogonalizer:
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._slabs: list[HostSlab] = []  # keep the memory of the slots pinned
+        self._slabs: list[HostSlab] = []  # own the memory that the slots view
         self._slots: list[Tensor] = []
         self._matrix = self._scratch = torch.empty(0)
         self.moved_bytes, self.send_s, self.fetch_s = 0, 0.0, 0.0
@@ -146,7 +146,7 @@ class DeviceOrthogonalizer:
 
         with self._lock:
             for index, shape in enumerate(shapes):
-                slot = self._slots[index % _NUM_SLOTS]  # `use` has finished with its contents
+                slot = self._slots[index % _NUM_SLOTS]  # free: `use` has returned for the matrix that was in it
                 directions = slot[: math.prod(shape)]
                 fill(index, directions)
                 queue.append((index, directions, self._queue(optimizer, directions, shape, names[index])))
@@ -224,7 +224,7 @@ def update_by_matrix(
         size = math.prod(segment.shape[-2:])
         starts = range(segment.start, segment.stop, size)  # update a stack one matrix at a time
         matrix_slices += [(segment.within(range(start, start + size)), slice(start, start + size)) for start in starts]
-    # Omit packed state, because it contains no elements of matrices.
+    # Omit blocks of kinds with `elements_of`, because they contain no elements of matrices.
     full_blocks = {name: block for name, block in blocks.items() if len(block) == len(gradient)}
 
     def run_method(method: Callable[..., None], index: int, directions: Tensor) -> None:

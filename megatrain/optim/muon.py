@@ -50,7 +50,7 @@ def newton_schulz(
     side = min(rows, columns)
     space = scratch[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
     temp, gram, poly = (part.view(side, -1) for part in torch.split(space, [matrix.numel(), side * side, side * side]))
-    # Transpose a tall matrix, because the iteration multiplies by square matrices of the first dimension.
+    # Transpose a tall matrix, so that the square matrices of the iteration have the length of the shorter side.
     is_tall = rows > columns
     x, y = (temp.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, temp)
     x.div_(x.norm().clamp(min=eps))
@@ -199,7 +199,7 @@ class Muon:
         return copy_bytes + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the FLOPs of `orthogonalize`. An iteration has two matmuls with the matrix, one of square matrices."""
+        """Return the FLOPs of `orthogonalize`. A step has two matmuls with the matrix and one of square matrices."""
         fused = self.fused.get(name)
         if fused is not None:
             return sum(self.orthogonalize_flops(*shape) for shape in fused.shapes(rows, columns))
@@ -232,7 +232,7 @@ class Muon:
             return
         elements = slice(segment.start, segment.stop)
         segment_blocks = {name: block[elements] for name, block in blocks.items() if name != "v"}
-        start = segment.state_starts["v"]  # build_segments sets it if it receives the kinds
+        start = segment.state_starts["v"]  # set by `build_segments` if its argument `kinds` is given
         segment_blocks["v"] = blocks["v"][start : start + size]
         self.adamw.update(segment_blocks, gradient[elements], (replace(segment, start=0, stop=size),), update)
 

@@ -99,8 +99,8 @@ class TritonOptimizer:
     """Optimizer for flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
     Results are bit-identical to the host optimizer's results, except for NaN payloads, so either optimizer can update a
-    block group. Unlike the contract, `update` queues the work on the current stream of the blocks' device and returns
-    before the work is finished.
+    block group. `update` differs from the contract: it queues the work on the current stream of the blocks' device, and
+    returns before the work is finished.
 
     Args:
         host: Host optimizer. It defines the kinds of state, the scalars, and the kernel's name.
@@ -353,7 +353,7 @@ def _import_kernels() -> ModuleType:
 
 
 def _as_int32(bits: int) -> int:
-    """Convert 32 bits to a signed number, because Triton passes signed numbers of this size as 32 bits."""
+    """Convert 32 bits to a signed number, so that Triton passes it as int32 instead of as a wider integer."""
     return (int(bits) ^ 0x80000000) - 0x80000000
 
 
@@ -410,7 +410,7 @@ def device_partials(gradient: Tensor) -> Tensor:
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
-    """Return the partial sums of `gradient`, or of all gradients in `table` with its dtype and on its device."""
+    """Return the partial sums of `gradient`, or of all gradients in `table`, which have the same dtype and device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     grad = _flat("gradient", gradient, gradient.dtype, gradient)

@@ -149,7 +149,7 @@ class KernelThreads:
 
 @contextmanager
 def _defer_interrupts() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, because Python only prints exceptions from C callbacks.
+    """Defer Ctrl-C to the end of the block, because Python prints exceptions in C callbacks without raising them.
 
     Python handles signals in the main thread, so the context manager does nothing in other threads.
     """

@@ -47,7 +47,7 @@ ROW_ALIGNMENT = 16
 _MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
 _NUM_COLUMNS = tl.constexpr(len(ROW_COLUMNS))
 _ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
-_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first_index"]  # specializing would recompile every step
+_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first_index"]  # their values change; avoid recompilation
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
@@ -88,7 +88,7 @@ def _load_float32(grad: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.tens
 
 @triton.jit
 def _positions(block_elements: tl.constexpr) -> tl.tensor:
-    """Return the 64-bit indexes of this program's elements, because embeddings can exceed 2**31 elements."""
+    """Return the indexes of this program's elements, in 64 bits because embeddings can exceed 2**31 elements."""
     return tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
 
 

@@ -64,7 +64,7 @@ class Attempts:
             if not isinstance(step, Shortfall):
                 return self._gather_further_ahead(step)
             shortfalls.append(step)
-        # Later programs need less memory. Only the two ways to process the vocabulary come in no fixed order.
+        # Later programs need less memory, except that the two vocabulary variants can be in either order.
         return min((s for s in shortfalls if s.tier == shortfalls[-1].tier), key=lambda s: s.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
@@ -112,7 +112,7 @@ class Attempts:
     def _vocabulary_variants(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
         """Yield programs that process the vocabulary as a whole or one part at a time, the cheaper program first."""
         run, graph, trace = self.run, self.model.graph, self.model.trace
-        # A loss that compares rows needs all rows' logits before the head recomputes any, so the head keeps no logits.
+        # A loss that compares rows needs the logits of all rows before any gradient, so the head recomputes the logits.
         keeps_parts = not run.objective.loss.compares_rows
         whole_program = share_gradients(builder.build())
         full_program = _with_kept_parts(whole_program, trace.head_parts if keeps_parts else 1)

@@ -66,7 +66,7 @@ def with_residents(
         return budgets
     kinds = set(run.placement.residents)
     if not program.updates.in_compute_tier:
-        kinds.discard("optimizer")  # updates in RAM read the state
+        kinds.discard("optimizer")  # updates run in RAM, so the state stays there
     gpu = profile.gpu if profile is not None else None
     rate = profile.adamw_params_per_s.get(_weight_dtype_name(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))

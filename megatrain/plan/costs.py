@@ -26,8 +26,8 @@ from megatrain.trace.counting import is_counted
 _ATTENTION_SHARE = 0.5
 #: Kernel launches per second of one thread, assumed if not measured. Measured on a server CPU with 2 cores.
 _LAUNCHES_PER_S = 25_000.0
-#: Cost of a GPU launch in CPU launches (streams, allocator, torch's CUDA dispatch); cost of a lease, with its share of
-#: an update's launches, and of a transfer, in launches. Measured in steps without kernels (docs/null_gpu.md).
+#: Costs in CPU launches: of a GPU launch (streams, allocator, torch's CUDA dispatch), of a lease with its share
+#: of an update's launches, and of a transfer. Measured in steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 _ADAMW_TOUCHED = 28  # doctor's kernels read master, m, v and an fp32 gradient, and write back the first three
 _COUNTED = "computing       products, attention and other operators at their rates"

@@ -112,7 +112,7 @@ def _occasions(step: PlacedStep, shape: StepShape, machine: MachineProfile | Non
     master_drive_bytes = sum(block.nbytes for block in master_blocks if homes[block.key] == "nvme")
     weights = [block for block in durable_blocks if block.kind == "weights"]
     in_place_bytes = sum(block.nbytes for block in weights if step.budgets_by_tier[homes[block.key]].is_read_only)
-    loaded_share = 1 - in_place_bytes / max(1, sum(block.nbytes for block in weights))  # the rest is not loaded
+    loaded_share = 1 - in_place_bytes / max(1, sum(block.nbytes for block in weights))  # the rest is used in place
     folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded_share * weight_file_bytes(run.model.folder))
     layouts = step.graph.layouts.values()
     is_adapter = adapters_of(step.graph) is not None and not run.export.merge
@@ -166,7 +166,7 @@ class _LinkTimes:
         return self._traffic.num_transfers("gpu", self._has_constant_size if constant_only else None)
 
     def seconds(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
-        """Return for how many seconds each link that moves bytes is busy, or None for a link that was not measured."""
+        """Return the busy seconds of each link that moves bytes, or None for a link that was not measured."""
         seconds: dict[str, float | None] = {}
         for name, budget in self._step.budgets_by_tier.items():
             if not budget.is_addressable:
@@ -188,7 +188,7 @@ class _LinkTimes:
         return seconds
 
     def _storage_s(self, tier: str, read_bytes: int, written_bytes: int) -> float | None:
-        """Return for how many seconds a storage tier's links are busy, or None if they were not measured."""
+        """Return the busy seconds of a storage tier's links, or None if they were not measured."""
         run, drives = self._step.run, self._machine.drives
         if tier == "nvme":
             num_ranks = run.world.local_size  # all ranks of a host share its drives
@@ -269,7 +269,7 @@ class _StepTime:
         # If micro-batches run one at a time, only one of them hides updates, regardless of the number of tokens.
         hiding_s = self._hiding_share * self._busy_s("compute")
         hiding_per_token, hiding_s = (hiding_s / self._tokens, 0.0) if self._runs_together else (0.0, hiding_s)
-        # The processors take longer than a link if either does: computing alone, or updates plus unhidden computing.
+        # Processors exceed a link's time by computing alone, or by updates plus the computing that hides no updates.
         lines = [(per_token, 0.0), (per_token - hiding_per_token, optimizer_s - hiding_s)]
         crossing = 0.0
         for name, constant_s in constant_seconds.items():
@@ -296,7 +296,7 @@ class _StepTime:
 
     @cached_property
     def _hiding_share(self) -> float:
-        """Share of compute time that overlaps with host updates: one phase of the micro-batches that run together.
+        """Share of compute time during which the host can update: one phase of the micro-batches that run together.
 
         Updates that wait for the global norm overlap with the forward of the next step. Other updates overlap with the
         backward. On a CPU, no updates overlap.

@@ -40,7 +40,7 @@ class _Results:
 def with_results(
     plan: Plan, place: Callable[[StepProgram], Plan | None], step_s: Callable[[Plan], float], *, drive_bytes: int
 ) -> Plan:
-    """Return the plan that saves the number of results with the shortest steps, or ``plan`` if saving does not help.
+    """Return the plan with the number of results to save that makes steps shortest, or ``plan`` if none helps.
 
     A binary search first tries the largest number of results that fits. It assumes that each result saves as much time
     as the previous one, until memory is full or a link is the bottleneck.
@@ -89,7 +89,7 @@ def _sorted_results(plan: Plan) -> Sequence[_Results]:
 
 
 def _free_bytes(plan: Plan) -> float:
-    """Return the bytes free for results, or infinity if a tier is read-only, because its blocks can be evicted."""
+    """Return the bytes free for results, or infinity if weights in RAM can move back to a read-only tier."""
     placement, budgets = plan.placement, plan.budgets_by_tier
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf

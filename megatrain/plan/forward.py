@@ -46,7 +46,7 @@ from tiered.units import PAGE_BYTES, round_up
 
 #: Number of fp32 copies of a micro-batch's logits that sampling a token needs (warped, sorted, softmax and so on).
 _NUM_LOGIT_COPIES = 8
-#: Rates for passes between a run's steps: none, because the traced step's counts include a backward.
+#: Passes between a run's steps are planned without rates, because the traced step's counts include a backward.
 _NO_RATES = LoadedProfile(None)
 #: Number of copies of a pass's scores: the computed scores, the scores by document, and the written rows.
 _NUM_SCORE_COPIES = 3

@@ -52,11 +52,11 @@ class GraphKeeper:
         The tier can be too small for the requested numbers of layers, or even without graphs and results.
 
         Args:
-            graphs: ``auto`` keeps graphs of all last layers that fit, if the compute tier fetches nothing. A number
-                reserves memory for the graphs of this many last layers before other blocks. If this displaces a layer's
-                weights from the compute tier, the layer keeps no graph.
-            results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A number
-                saves results of matmuls and attention of this many last layers, in any allowed home tier.
+            graphs: ``auto`` keeps graphs of the last layers, as many as fit, if the compute tier fetches nothing. A
+                number reserves memory for the graphs of that many last layers before other blocks. If this displaces a
+                layer's weights from the compute tier, the layer keeps no graph.
+            results: ``auto`` saves results of the last layers without graphs, as many as fit, if no block moves. A
+                number saves results of matmuls and attention of that many last layers, in any allowed home tier.
         """
         last_visits = () if results == "auto" else self._last_visits(results, self._recomputed_visits())
         saving_visits = visits_with_results(self.trace).intersection(last_visits)
@@ -181,7 +181,7 @@ class _FreeMemory:
         return True
 
     def _added_bytes(self, choice: Mapping[KeptKind, frozenset[int]]) -> int:
-        """Return by how many bytes activation blocks grow: new results, minus inputs that kept graphs replace."""
+        """Return the growth of activation blocks in bytes: new results, minus inputs that kept graphs replace."""
         slot_bytes, visits = self._step.budgets_by_tier[self._tier].slot_bytes, self._keeper.trace.visits
         blocks = self._step.program.blocks
         new_graphs = choice["graphs"] - self._step.program.recompute.kept_graphs

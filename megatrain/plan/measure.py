@@ -249,7 +249,7 @@ def _time_steps(plan: Plan, steps: _StepRunner, budget_s: float, memory_bytes: i
     min_count, max_count = 1, num_micro_batches
     if not steps.accepts_any_count:
         min_count = num_micro_batches
-    steps.run(min_count)  # this step has no update, compiles kernels and touches memory
+    steps.run(min_count)  # not timed: it has no update, compiles kernels and touches new memory
     one_batch_s = steps.run(min_count).total_s
     if steps.accepts_any_count and num_micro_batches > 1:
         two_batches_s = steps.run(2).total_s

@@ -86,8 +86,8 @@ class Placement:
     Attributes:
         homes: Home tier by block key.
         home_bytes: Slot bytes by tier and kind.
-        working_bytes: Bytes by tier of the largest working set of any tick, without homes, or of loading a layout's
-            weights if that needs more.
+        working_bytes: Bytes of the largest working set of any tick (homes excluded), or of loading a layout's weights
+            if that needs more, by tier.
         median_working_bytes: Low median of all ticks' working sets, by tier.
         traffic_bytes: Block bytes moved in each step except the first and the last, by link ``"src->dst"``.
         first_traffic_bytes: Block bytes of a first step, which has nothing to update, by link.
@@ -134,7 +134,7 @@ class PlacementSolver:
     Args:
         tiers: Budgets, fast to slow.
         open_bytes: Bytes that homes must leave free for prefetched copies and write-backs, by tier.
-        stay_share: Share of the memory left by homes and working sets that copies may occupy between two uses.
+        stay_share: Share of the memory free of homes and working sets that copies may occupy between two uses.
         existing_homes: Homes of blocks that already exist, by key.
 
     Attributes:

@@ -63,8 +63,8 @@ class PlacedStep:
         run: Run of the traced model, or a variant with a different order of micro-batches.
         budgets_by_tier: Budgets of the tiers, fast to slow.
         ticks: Seconds per tick, if steps of this model were timed. No decision depends on them.
-        kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward. This is their part
-            of the peak. The graphs together can be larger.
+        kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward. This is their
+            share of the peak; all graphs together can be larger.
     """
 
     run: RunSpec

@@ -102,7 +102,7 @@ def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
     """If blocks move, shorten the step: leave memory free for copies, save results of layers, and stream updates."""
     if not any(plan.traffic.values()):
         return plan
-    keeps_graphs = bool(plan.program.recompute.kept_graphs)  # other homes can displace weights that graphs use
+    keeps_graphs = bool(plan.program.recompute.kept_graphs)  # new homes can displace their weights; also try ``plan``
     candidates = chain(with_open_room(plan, profile), (plan,) if keeps_graphs else ())
     plan = _with_results(choose_fastest(candidates), profile)
     if plan.run.advanced.stream_updates != "auto":
@@ -153,7 +153,7 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 
 
 def with_objections(plan: Plan) -> Plan:
-    """Return the plan with the objections of this machine, and with the GPU memory that it leaves to libraries."""
+    """Return the plan with the objections to running it here, and with the GPU memory that it leaves to libraries."""
     capacity = plan.budgets[plan.program.compute_tier]
     library_memory = describe_library_memory(plan.run.tiers.machine, capacity, plan.device)
     return replace(plan, objections=objections_to(plan), library_memory=library_memory)
@@ -210,7 +210,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _has_similar_wear(plan: Plan, other: Plan) -> bool:
-    """Return whether ``plan`` writes little more to drives than ``other``, as more wear needs the user's consent.
+    """Return whether ``plan`` writes little more to drives than ``other``. More wear needs the user's consent.
 
     The results of layers are many times larger than gradients and state, so only the config can move them to drives.
     """

@@ -66,7 +66,7 @@ def _changes_without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")
-    if not run.model.table.split_experts:  # clipping by layer excludes split experts
+    if not run.model.table.split_experts:  # the config forbids clipping by layer with split experts
         changes.append('optimizer.clip_scope = "layer"')
     if changes:  # all these changes need the same bytes, so plan only one
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})

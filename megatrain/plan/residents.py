@@ -132,7 +132,7 @@ class ResidentChooser:
         Args:
             homes: Tier by block key. ``try_move`` changes it.
             try_move: Function that makes the compute tier the home of blocks, or returns False if they do not fit.
-            is_needed: Function. While it returns True, blocks move even if that makes the step longer.
+            is_needed: Function that returns whether more blocks must move, even if that makes the step longer.
         """
         self._tick_tiers = [self._program.tick_tier(tick, homes) for tick in self._program.ticks]
         self._use_tiers.clear()
@@ -235,7 +235,7 @@ class ResidentChooser:
         return tuple(pattern)
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
-        """Return the extra seconds of a step per byte if blocks move. The result is negative if the move saves time."""
+        """Return by how many seconds per byte a step gets longer if blocks move; negative if it gets shorter."""
         group = tuple(dict.fromkeys(member for key in keys for member in self._linked_blocks(key)))
         new_homes = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
         loads = self._load(group, new_homes, self._new_tick_tiers(keys, new_homes)), self._load(group, homes, {})
@@ -254,7 +254,7 @@ class ResidentChooser:
         Args:
             tiers: New tier of each tick that would run in another tier.
         """
-        moved_bytes, num_moves = 0, dict[tuple[str, str], int]()  # all parts of a layout have the same uses
+        moved_bytes, num_moves = 0, dict[tuple[str, str], int]()  # all parts of a layout have equal uses, so count once
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
             if (block.tensor_key, home) not in num_moves:

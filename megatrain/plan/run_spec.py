@@ -56,7 +56,7 @@ class BatchSpec:
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows per micro-batch: as configured, else the largest divisor within ``target_tokens`` that fills all lanes.
+        """Configured rows per micro-batch, or the largest divisor of all rows that ``target_tokens`` and lanes allow.
 
         The number of processes has no influence, because it can change at each start and must not affect results.
         """

@@ -20,7 +20,7 @@ from tiered.units import format_duration
 _NUM_WARM_STEPS = 2  # the first step has no update; the second may start with an empty drive queue
 _NUM_STEPS = 2
 _SHORTEST_S = 1e-6
-_MAX_DELAY_SHARE = 0.9  # each delay is at most this share of the time before, so that the sum converges
+_MAX_DELAY_SHARE = 0.9  # of the previous delay; below 1, so that the sum of delays converges
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class _Replay:
 
     def _links(self) -> list[SimulatedLink]:
         budgets, links = self._plan.budgets_by_tier, []
-        # Reads and writes of a storage tier share one channel. A direct path omits the bus, because it is faster.
+        # Reads and writes of a storage tier share one channel. Direct paths to a GPU ignore the bus, which is faster.
         storage = {
             name: SimulatedChannel(self.clock, self._rates.storage_rate(name))
             for name, budget in budgets.items()
@@ -289,7 +289,7 @@ class _Replay:
         return seconds - hidden_s
 
     def _orthogonalization_s(self, op: Op) -> float:
-        """Return how many seconds a GPU spends on orthogonalization for an update on the host instead of on layers."""
+        """Return the seconds that a GPU spends on the orthogonalization for an update on the host."""
         rate = self._rates.products_flops_per_s
         return self._products.get(op.visit, 0) / rate if rate and op.phase == "update" else 0.0
 

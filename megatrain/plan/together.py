@@ -69,8 +69,8 @@ class _SlowestMachine(ThisMachine):
 def plan_together(run: RunSpec, gather: Gather) -> Plan:
     """Plan this rank's part of a run with the minimum capacities and rates over all ranks. This is a collective.
 
-    All plans have the same collectives, the same rates behind choices, and the same predicted seconds, which are those
-    of the slowest rank. Homes of blocks can differ.
+    All plans have the same collectives, decide by the same rates, and predict the step time of the slowest rank.
+    Homes of blocks can differ.
 
     Raises:
         RanksDifferError: If the ranks have different tiers.

@@ -243,7 +243,7 @@ def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.table.train_from_scratch or not frozen:
         return {}
-    if not run.world.is_single:  # the folder has complete tensors, but processes need parts
+    if not run.world.is_single:  # the folder has complete tensors, but each process needs shards
         return {}
     try:
         return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)

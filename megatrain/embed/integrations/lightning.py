@@ -248,7 +248,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights stay on the meta device until they are in the store."""
+        """Whether to restore after setup, which is when weights on the meta device move to the store."""
         if self._loads_late is None:
             self._loads_late = any(parameter.is_meta for parameter in self.lightning_module.parameters())
         return self._loads_late

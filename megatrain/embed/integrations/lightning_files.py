@@ -32,7 +32,7 @@ class KeptGenerations:
         self._path = Path(folder, _RECORD)
         self._exists = exists
         self._lock = threading.Lock()
-        self._unseen: set[str] = set()  # recorded files that may still be being written
+        self._unseen: set[str] = set()  # recorded files that may not be written completely yet
         try:
             self._files = {str(file): int(number) for file, number in json.loads(self._path.read_text()).items()}
         except (OSError, ValueError, AttributeError):  # the record is missing or damaged

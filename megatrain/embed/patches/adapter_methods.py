@@ -24,7 +24,7 @@ def install_adapter_methods(model: nn.Module, offloaded: OffloadedModule) -> Non
 
 def _wrap_methods(module: nn.Module, names: Iterable[str], wrap: Callable[..., Callable[..., Any]]) -> None:
     for name in names:
-        if hasattr(type(module), name):  # only on the class: peft forwards unknown attributes
+        if hasattr(type(module), name):  # check the class: peft's instances forward unknown attributes to the model
             module.__dict__[name] = wrap(getattr(module, name), module)
 
 

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 def bypass_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a function bypass the active dispatch modes, except modes that emulate a device.
 
-    When a layer is recomputed, copies can still exist, so fetching its weights can run different operations.
+    If copies of a layer's weights still exist, its recompute fetches less and thus runs different operations.
     PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of both runs
     and would raise an error. Modes that count operations would include the fetches.
     """

@@ -185,7 +185,7 @@ class TierProbe:
         return self._evict_all()
 
     def read_and_write(self, seconds: float) -> float:
-        """Fetch, use and write back blocks in a cycle like an optimizer, with concurrent reads ahead and writes behind.
+        """Fetch, change and write back blocks in turn, like an optimizer. Prefetches and write-backs run concurrently.
 
         Returns:
             Total bytes read and written per second.
@@ -212,7 +212,7 @@ class TierProbe:
     def seconds_per_copy(self) -> float:
         """Fetch and write back every block, one at a time, and return the calling thread's seconds per copy.
 
-        Only CPU time counts, which the store spends on decisions and bookkeeping. Waiting does not count.
+        Only the thread's CPU time counts, which the store spends on decisions and bookkeeping. Waiting does not count.
         """
         start_s = time.thread_time()
         for key in self._keys:
@@ -227,7 +227,7 @@ class TierProbe:
         start = time.perf_counter()
         while not rates or (time.perf_counter() < start + seconds and len(rates) * self.nbytes < nbytes):
             for key in self._keys:
-                with self._store.acquire(key, "ram", "w") as lease:  # the slot still contains random bytes
+                with self._store.acquire(key, "ram", "w") as lease:  # fetches nothing; the slot still has random bytes
                     _renew(lease.tensor)
             rates.append(self._evict_all())
         quarter = max(1, len(rates) // 4)
@@ -275,7 +275,7 @@ class DriveEffort:
 
     Attributes:
         span_bytes: Maximum bytes of the files.
-        turn_s: Seconds of alternating reads and writes.
+        turn_s: Seconds during which reads and writes alternate.
         mixed_s: Seconds of concurrent reads and writes.
         computing_s: Seconds of concurrent reads and writes while the CPU computes; 0 to skip them.
         sustained_s: Time limit of the long write; 0 to skip it.
@@ -300,7 +300,7 @@ _PRODUCT_SIZE = 768  # a product of such matrices takes a few milliseconds and f
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Median bytes per second of several turns. ``mixed`` is the total of concurrent reads and writes."""
+    """Median bytes per second of repeated reads and writes. ``mixed`` is the total rate while both run concurrently."""
 
     read: float
     write: float
@@ -315,7 +315,7 @@ class DriveResult:
         is_direct: Whether O_DIRECT worked.
         is_rotational: Whether the drive is a hard disk; None if unknown.
         sustained: Result of the long write; None in a quick run.
-        computing_s_per_byte: Seconds by which a byte through the tier delays computation; None if not measured.
+        computing_s_per_byte: Seconds by which each byte that the tier moves delays computation; None if not measured.
         seconds_per_copy: CPU seconds that the requesting thread spends per block copy, regardless of the block's size.
     """
 
@@ -334,7 +334,7 @@ class DriveResult:
 def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     """Measure the drive of a folder, in a scratch folder inside it.
 
-    The files have at most ``effort.span_bytes`` and at most a quarter of the free space; less on a slow drive.
+    The files take at most ``effort.span_bytes`` and at most a quarter of the free space; less on a slow drive.
 
     Raises:
         UnusablePathError: The folder cannot be measured.
@@ -374,7 +374,7 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
 
 
 def _span_bytes(folder: Path, max_bytes: int) -> int:
-    """Return the bytes that a drive writes in half a second, within limits. Removes the folder."""
+    """Return the bytes that a drive writes in half a second, limited to a range. Creates and removes ``folder``."""
     with TierProbe(folder, _MIN_SPAN_BYTES) as probe:
         half_second_bytes = int(probe.write() / 2) // MiB * MiB
     shutil.rmtree(folder)
@@ -384,8 +384,8 @@ def _span_bytes(folder: Path, max_bytes: int) -> int:
 def compute_slowdown(tier: TierProbe, seconds: float) -> float:
     """Return the seconds by which each byte that a tier concurrently reads or writes delays computation.
 
-    Checksums, system calls and the drive's driver use CPU time and memory bandwidth. The function first times matrix
-    products on an idle tier, and then while the tier reads and writes.
+    Checksums, system calls and the drive's driver use CPU time and memory bandwidth. The function times matrix
+    products first while the tier is idle, and then while it reads and writes.
     """
     left, right = torch.empty(2, _PRODUCT_SIZE, _PRODUCT_SIZE).uniform_(-1.0, 1.0).unbind()
     product = torch.empty_like(left)

@@ -136,7 +136,7 @@ def examine(
 ) -> DoctorResults:
     """Measure this machine and the drives of some folders.
 
-    With one path, it takes about 30 s if ``quick`` and 90 s otherwise. It uses up to 512 MiB of space on each drive.
+    With one path, this takes about 30 s if ``quick`` is set and 90 s otherwise. It uses up to 512 MiB on each drive.
 
     Raises:
         UnusablePathError: A folder cannot be measured. All folders are checked before the first measurement.

@@ -79,7 +79,7 @@ def _read_text(path: Path) -> str:
 
 Severity = Literal["ok", "note", "warn"]
 
-#: A drive counts as slowing down if a long write ends with less than this share of its initial rate.
+#: A drive counts as slow under long writes if the rate falls below this share of the initial rate.
 SUSTAINED_SHARE = 0.7
 
 #: Advice for file systems that are not on a local drive.
@@ -94,7 +94,7 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding about one examined item.
+    """A fact or problem that the examination found, with advice.
 
     Attributes:
         severity: "ok", "note" (worth knowing) or "warn" (slow, or will fail).

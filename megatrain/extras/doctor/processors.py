@@ -29,7 +29,7 @@ from tiered.units import MiB
 
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
-#: Numbers of tokens in the timed products. The layer's width is half of it, and its MLP is three times as wide.
+#: Numbers of tokens in the timed products. The layer's width is half this number; its MLP is three times as wide.
 _PRODUCT_TOKENS = (512, 1024, 2048, 4096, 8192)
 _DTYPES = (torch.float32, torch.bfloat16)
 #: Sizes for attention and for the other operators of a layer, as in a micro-batch of a small model.

@@ -158,7 +158,7 @@ def lay_out(chart: Chart) -> Drawing | None:
 
 
 def column_means(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> list[Point]:
-    """Reduce points to at most ``num_columns`` means of adjacent points, each at the last step of these points."""
+    """Reduce points to at most ``num_columns`` means of adjacent points, each placed at the last of its steps."""
     if len(points) <= num_columns:
         return list(points)
     edges = [round(index * len(points) / num_columns) for index in range(num_columns + 1)]

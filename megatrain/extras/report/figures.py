@@ -16,7 +16,7 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Number of first steps that means exclude, because these steps create files and touch memory pages first.
+#: Number of steps at the start that means exclude, because they create files and use memory pages for the first time.
 NUM_WARM_STEPS = 2
 #: Names of stall causes in a report, by cause in the metrics.
 CAUSES = {
@@ -114,7 +114,7 @@ class Figures:
         padding_share: Share of padding in packed rows; None without packing.
         step_s: Median step time, without the first steps, evaluations and saves.
         time_s: Mean seconds of each part of a step, by name of the part, largest first.
-        tokens_per_s: Tokens per second without padding, without the first steps.
+        tokens_per_s: Tokens per second, excluding padding and the first steps.
         trained_tokens_per_s: Trained tokens per second, without the first steps.
         model_flops_per_s: FLOP/s without recompute, without the first steps.
         hardware_flops_per_s: FLOP/s with recompute, without the first steps.
@@ -340,7 +340,7 @@ def _mean_preferences(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
-    """Return the share of padding positions, or None without packing, because the length of rows is unknown."""
+    """Return the share of padding positions, or None without packing, because row lengths are then unknown."""
     config = history.config
     if config is None or not history.steps or not config.data.packing:
         return None

@@ -102,7 +102,7 @@ def draw(bars: Sequence[Bar], title: str, note: str) -> str:
         last_x = [0.0] * tracks
         for bar in row_bars:
             if (LEFT + bar.end_s * scale) - last_x[bar.track] < _MIN_BAR_WIDTH:
-                continue  # skip bars that are too close to see
+                continue  # skip bars that would be too narrow to see
             last_x[bar.track] = LEFT + bar.end_s * scale
             x, width = LEFT + bar.start_s * scale, max(0.6, (bar.end_s - bar.start_s) * scale)
             parts.append(

@@ -104,7 +104,7 @@ def binary_unit(nbytes: float) -> tuple[int, str]:
 
 
 def perplexity(loss: float) -> float:
-    """Return ``exp(loss)``."""
+    """Return ``exp(loss)``, or infinity if it would overflow."""
     return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
 
 
@@ -115,7 +115,7 @@ def quality(figures: Figures, name: str, step: int, loss: float) -> str:
 
 
 def format_flops(flops_per_s: float) -> str:
-    """Return a rate of floating-point operations."""
+    """Format a rate of floating-point operations with a suitable unit."""
     for unit, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
         if flops_per_s >= unit:
             return f"{flops_per_s / unit:.1f} {name}"

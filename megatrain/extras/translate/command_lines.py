@@ -1,4 +1,4 @@
-"""Parser for command lines and shell scripts that start a training. It converts their options to config values.
+"""Parser for command lines and shell scripts that start a training run. It converts options to config values.
 
 A script is read, never run. Script variables and environment variables are expanded as in a shell. Values that only a
 shell can compute (``$(...)``, ``$1``) stay unknown, and ``CommandLine.unknown`` lists their options.
@@ -62,7 +62,7 @@ _VARIABLE = re.compile(
 
 @dataclass
 class CommandLine:
-    """A training started by a command line.
+    """A training run that a command line starts.
 
     Attributes:
         words: Arguments of the command line, split as in a shell.

@@ -15,7 +15,7 @@ from megatrain.extras.translate.read import TranslationError, is_file, read_mapp
 #: Globs of parameters that transformers' Trainer excludes from weight decay. Embeddings do decay.
 DECAY_EXCLUDE = ("*bias*", "*norm*")
 LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
-#: Losses that use each key of ``[preference]``, for keys that not all losses use.
+#: Keys of ``[preference]`` that only some losses use, each with these losses.
 _LOSSES_WITH = {
     "preference.label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
     "preference.simpo_gamma": ("simpo",),
@@ -290,7 +290,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
 
 
 def refuse_quantized(draft: Translation, *names: str) -> None:
-    """Raise an error if one of the keys quantizes the model, because weights are trained without adapters."""
+    """Raise an error if one of the keys quantizes the model, because training without adapters changes its weights."""
     for name in names:
         if draft.get(name):
             raise draft.refuse(f"{name}: quantized weights cannot be trained without adapters", "Remove it")

@@ -25,7 +25,7 @@ class TranslatedValue:
     Attributes:
         tool_key: Key of the tool that sets it, or "".
         note: Comment in the written config.
-        is_path: Whether the value is a path relative to the start folder of the other tool.
+        is_path: Whether the value is a path relative to the working directory of the other tool.
         is_placeholder: Whether the value is an example that the user must replace, because the file has no value.
     """
 
@@ -55,7 +55,7 @@ class Translation:
 
     Attributes:
         source: File or command line to translate.
-        base: Start folder of relative paths in the source.
+        base: Working directory of the other tool, from which relative paths in the source are resolved.
         entries: Values by dotted config key; array tables have an index in the key.
         lost_keys: Keys of the tool that have no equivalent.
         unneeded_keys: Keys of the tool that are not needed.
@@ -115,7 +115,7 @@ class Translation:
         return Section(self, path, as_mapping(self.peek(path)))
 
     def rows(self, conversion: str) -> dict[str, Row]:
-        """Return the table rows with this kind of conversion, by key of the tool."""
+        """Return the table rows with this kind of conversion, by the tool's key."""
         return {tool_key: row for tool_key, row in KEYS[self.tool].items() if row.conversion == conversion}
 
     # Config keys
@@ -125,7 +125,7 @@ class Translation:
         self.entries[config_key] = TranslatedValue(as_number(value, config_key), tool_key, note, is_path)
 
     def put_path(self, config_key: str, value: Any, tool_key: str = "", note: str = "") -> None:
-        """Set a key to a path or a hub name. A text that exists as a path on this machine is a path."""
+        """Set a key to a path or a hub name. The text is a path if it exists on this machine."""
         text = str(value)
         is_path = text.startswith((".", "/", "~")) or config_key == "output_dir" or exists(self.base / text)
         self.put(config_key, text, tool_key, note, is_path=is_path)
@@ -161,14 +161,14 @@ class Translation:
             self.omit(tool_key, reason, value)
 
     def omit_unanswered(self) -> None:
-        """List every value that no rule has read as lost. Reading one key of a table does not mark its other keys."""
+        """List as lost all values that no rule has read. Reading one key of a table does not mark its other keys."""
         read_paths = self.answered | {omitted.tool_key for omitted in (*self.lost_keys, *self.unneeded_keys)}
         for path, value in list(_leaves(self.source.values, "", read_paths)):
             if value is not None and value != "auto":
                 self.omit(path, NO_EQUIVALENT, value)
 
     def omit_auto(self, reason: str) -> None:
-        """List every value "auto" as lost, except in tables that are not needed."""
+        """List as lost all values "auto", except in tables that are not needed."""
         for path, value in list(_leaves(self.source.values, "", self.rows("unneeded"))):
             if value == "auto":
                 self.omit(path, reason, value)
@@ -178,7 +178,7 @@ class Translation:
         self.unneeded_keys.append(OmittedKey(tool_key, value, reason))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
-        """Return the error for a training that is not supported."""
+        """Return the error for an unsupported kind of training."""
         return TranslationError(self.source.path, problem, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Readers of other tools' config files, and of scripts and command lines that start a training."""
+"""Readers of other tools' config files, and of scripts and command lines that start a training run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Source:
     Attributes:
         values: Parsed keys and values.
         line: Command line. For a config file, it describes one process without a launcher.
-        other_commands: First words of the other trainings in the same script.
+        other_commands: First words of the other training commands in the same script.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Source:
 
 
 def read_source(path: Path, tool: Tool | None = None) -> Source:
-    """Read a config file, or a shell script that starts a training. Without ``tool``, the tool is detected.
+    """Read a config file, or a shell script that starts a training run. Without ``tool``, the tool is detected.
 
     Raises:
         TranslationError: The file cannot be read, has no supported format, or belongs to no supported tool.
@@ -81,7 +81,7 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
 
 
 def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
-    """Read a command line that starts a training. Without ``tool``, the tool is detected.
+    """Read a command line that starts a training run. Without ``tool``, the tool is detected.
 
     Raises:
         TranslationError: The command starts no training, its config cannot be read, or it belongs to no supported tool.
@@ -152,7 +152,7 @@ def _check_aliases(root: yaml.Node) -> None:
     def count_values(node: yaml.Node) -> int:
         if id(node) in sizes:
             return sizes[id(node)]
-        sizes[id(node)] = 1  # for an alias of an enclosing value, which read_mapping() rejects
+        sizes[id(node)] = 1  # in case an alias refers to an enclosing value, which read_mapping() rejects
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
         nodes = (part for item in children for part in (item if isinstance(item, tuple) else (item,)))
         sizes[id(node)] = total = 1 + sum(map(count_values, nodes))

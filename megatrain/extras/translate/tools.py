@@ -1,4 +1,4 @@
-"""Translation rules of each tool: unsupported trainings, combined keys, data sets and defaults."""
+"""Translation rules of each tool: unsupported kinds of training, combined keys, data sets and defaults."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _train_on(draft: Translation) -> None:
 
 
 def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
-    """Return ``dataset_info.json`` and its folder, found from the start folder or the config's folder upward."""
+    """Return ``dataset_info.json`` and its folder, from the working directory or a folder above the config."""
     name = draft.get("dataset_dir", "data")
     if not isinstance(name, str):
         draft.omit("dataset_dir", "write the path of a folder", name)
@@ -268,7 +268,7 @@ _FORMATS = {
     "pretrain": "text",
     "gpteacher": "alpaca",
 }
-#: Key of a data set that contains the column name, by field.
+#: For each field, the data set's key that sets the name of its column.
 _PREFERENCE_FIELDS = {
     name: f"field_{name}" for name in ("prompt", "messages", "chosen", "rejected", "completion", "label", "system")
 }
@@ -321,7 +321,7 @@ def _refuse_axolotl(draft: Translation, adapter: Any, rl: Any) -> None:
 
 def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
     """Return the data sets of a key, and list all other values in it as lost."""
-    is_plain = name == "pretraining_dataset"  # contains plain text, and may be just a hub name
+    is_plain = name == "pretraining_dataset"  # its rows are plain text, and its value can be only a hub name
     sources = []
     for path, source in _members(draft.get(name), name):
         fields = {"path": source} if is_plain and isinstance(source, str) and source else source
@@ -426,7 +426,7 @@ _OTHER_TRAINERS = {
     "reward_funcs": "GRPO",
     "reward_model_path": "PPO",
 }
-#: Task by key of preference training, if no command determines the task.
+#: Task that each preference key implies if no command determines the task.
 _TRL_PREFERENCES = {
     "desirable_weight": "kto",
     "undesirable_weight": "kto",
@@ -600,7 +600,7 @@ def put_processes(draft: Translation, num_processes: int, num_hosts: int = 1) ->
     """Set the number of processes if several processes can train. Otherwise, one process trains the same rows.
 
     Args:
-        draft: Translation with task and optimizer.
+        draft: Translation that already contains task and optimizer.
         num_processes: Total number of processes on all machines.
     """
     key = "distributed.processes"

@@ -26,12 +26,12 @@ _LONGEST_VALUE = 60
 def translate_file(
     path: Path, tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
 ) -> Translation:
-    """Translate a YAML or JSON config, or a shell script that starts a training, without writing a file.
+    """Translate a YAML or JSON config, or a shell script that starts a training run, without writing a file.
 
     Args:
         tool: Tool of the file; detected by default.
         folder: Folder of the new config, to which its paths are relative. Default: ``base``.
-        base: Folder in which the tool is started, to which paths in the file are relative. Default: the current folder.
+        base: Working directory of the tool, to which paths in the file are relative. Default: the current folder.
 
     Raises:
         TranslationError: The file cannot be read or parsed, or describes an unsupported training.
@@ -42,7 +42,7 @@ def translate_file(
 def translate_command_line(
     words: Sequence[str], tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
 ) -> Translation:
-    """Translate a command line that starts a training, like :func:`translate_file` for a file.
+    """Translate a command line that starts a training run, like :func:`translate_file` for a file.
 
     Args:
         words: Command and arguments, as a shell passes them.
