@@ -96,7 +96,7 @@ def test_ctrl_c_leaves_no_files(call: Call, drive: Path, monkeypatch: pytest.Mon
     def interrupt(self: TierProbe, seconds: float) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TierProbe, "mixed", interrupt)
+    monkeypatch.setattr(TierProbe, "read_and_write", interrupt)
     result = call("--quick", drive)
     assert result.exit_code == 1
     assert "interrupted" in result.stderr

@@ -158,7 +158,7 @@ class WatchedLoop(TrainingLoop):
                 planned[link] += times * nbytes
         num_passes = sum(each.num_passes for each in sets)
         for weights, plan in prepared.evaluation_plans.items():
-            names = [settings.name_of(each.name, weights) for each in sets]
+            names = [settings.evaluation_name(each.name, weights) for each in sets]
             times = len({(each.step, each.name) for each in end.evaluations if each.name in names})
             planned.update({link: times * each for link, each in count_pass_traffic(plan, num_passes).items()})
         for sampler in prepared.samplers.values():
