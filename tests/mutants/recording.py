@@ -25,7 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PROBES, HITS = "probes.json", "hits"
 _CALL = "__mutants_hit__"
-_FOLDER, _TEST = "MUTANTS_RECORD", "PYTEST_CURRENT_TEST"
+#: Not PYTEST_CURRENT_TEST, which a pytest inside a test replaces.
+_FOLDER, _TEST = "MUTANTS_RECORD", "MUTANTS_TEST"
 #: Tests of failing drives replace these functions of `os`.
 _open, _write, _close = os.open, os.write, os.close
 _seen: set[tuple[int, str]] = set()
@@ -97,7 +98,7 @@ def start() -> None:
     original = SourceFileLoader.get_code
 
     def hit(number: int) -> None:
-        test = os.environ.get(_TEST, "").rpartition(" (")[0]
+        test = os.environ.get(_TEST, "")
         if test and (number, test) not in _seen:
             _seen.add((number, test))
             _append(hits, f"hit {number} {test}\n")
@@ -140,6 +141,16 @@ def _append(path: str, line: str) -> None:
     with suppress(OSError):
         _write(file, line.encode())
     _close(file)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Name the running test in the environment, which its processes inherit."""
+    os.environ[_TEST] = nodeid
+
+
+def pytest_runtest_logfinish() -> None:
+    """Attribute nothing to a test that has ended."""
+    os.environ.pop(_TEST, None)
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -68,7 +68,8 @@ def test_a_process_reports_each_statement_that_its_test_executes(tmp_path: Path)
         "MUTANTS_RECORD": str(tmp_path),
         "MUTANTS_TESTS": str(recording.ROOT / "tests"),
         "PYTHONPATH": str(Path(recording.__file__).with_name("at_start")),
-        "PYTEST_CURRENT_TEST": "tests/test_a.py::test_b (call)",
+        "MUTANTS_TEST": "tests/test_a.py::test_b",
+        "PYTEST_CURRENT_TEST": "inner.py::test_c (call)",
     }
     program = (
         "import tiered.units as u; assert [u.round_up(3, 2) for _ in range(3)] == [4] * 3; print(u.round_up.__doc__)"
