@@ -265,6 +265,16 @@ def test_open_files_are_bounded_and_deleted_ones_are_closed(rig: Rig, monkeypatc
     assert all(handle.file.closed for handle in handles)
 
 
+def test_the_least_recently_used_file_is_closed_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)
+    assert isinstance(rig.mover, KvikioMover)
+    homes = [rig.home(4096, f"block.{number}") for number in range(3)]
+    for number in (0, 1, 0, 2):
+        rig.store(torch.ones(4096, dtype=torch.uint8), homes[number])
+    used = {file.path.stat().st_ino for number in (0, 2) for file in files_of(homes[number]).files}
+    assert {inode for _, inode, _ in rig.mover._handles} == used
+
+
 def test_many_transfers_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)  # fewer than concurrently in use
     tensors = [torch.full((70_000 + number,), number, dtype=torch.uint8) for number in range(20)]
