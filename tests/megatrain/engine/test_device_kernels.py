@@ -26,10 +26,18 @@ KERNELS = "megatrain.engine.device.triton_kernels"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def forget_kernels() -> None:
+    """Remove the module also from its package, where ``from ... import`` would find it."""
+    package, _, name = KERNELS.rpartition(".")
+    sys.modules.pop(KERNELS, None)
+    vars(importlib.import_module(package)).pop(name, None)
+
+
 def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import the kernels again, and once more after the test."""
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
-    monkeypatch.delattr(sys.modules["megatrain.engine"], KERNELS.rsplit(".", 1)[1], raising=False)
+    package, _, name = KERNELS.rpartition(".")
+    monkeypatch.delattr(importlib.import_module(package), name, raising=False)
     return importlib.import_module(KERNELS)
 
 
@@ -42,7 +50,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_kernels, "_kernels", lambda: kernels)
     monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     yield
-    sys.modules.pop(KERNELS)
+    forget_kernels()
 
 
 @pytest.fixture
@@ -51,7 +59,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     yield import_kernels(monkeypatch)
-    sys.modules.pop(KERNELS)
+    forget_kernels()
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

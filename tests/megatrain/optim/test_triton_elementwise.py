@@ -53,6 +53,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     yield importlib.import_module(KERNELS)
     sys.modules.pop(KERNELS)
+    vars(sys.modules["megatrain.optim"]).pop(KERNELS.rpartition(".")[2], None)
 
 
 @pytest.fixture
@@ -63,6 +64,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     yield importlib.import_module(KERNELS)
     sys.modules.pop(KERNELS)
+    vars(sys.modules["megatrain.optim"]).pop(KERNELS.rpartition(".")[2], None)
 
 
 def test_missing_triton_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
