@@ -13,7 +13,7 @@ run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM ti
 	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
 
 test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # For development
 
