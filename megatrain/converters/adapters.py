@@ -118,7 +118,8 @@ def _import_peft() -> Any:
 
 
 def _summarize_error(error: Exception) -> str:
-    text = " ".join(re.sub(r"\(\s*\(.*\)\s*\)", "", str(error), flags=re.DOTALL).split()).rstrip(".")  # no module trees
+    # Remove the module tree that peft prints in double parentheses.
+    text = " ".join(re.sub(r"\(\s*\(.*\)\s*\)", "", str(error), flags=re.DOTALL).split()).rstrip(".")
     return text if len(text) <= _MAX_REASON_LENGTH else f"{text[:_MAX_REASON_LENGTH]} ..."
 
 
@@ -193,7 +194,7 @@ class Adapters(ModelConverter):
 
         self._peft_layers: list[_PeftLayer] = []
         self._layers: dict[str, Any] = {}  # peft layers by path, including nested layers
-        self._path_by_weight: dict[str, str] = {}  # path of the peft layer by the name of the model's weight
+        self._path_by_weight: dict[str, str] = {}  # path of the peft layer that adapts a weight, by weight name
         for path, module in model.named_modules():
             if not isinstance(module, LoraLayer):
                 continue
@@ -394,7 +395,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     # Hide these modules from peft, which would copy them. The engine trains them in place.
     config.modules_to_save = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft warns about tied weights and about transformers
+        warnings.simplefilter("ignore")  # ignore peft's warnings about tied weights and about transformers
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -657,7 +658,7 @@ class AdapterWeights:
             _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
             for name in self._file.records
         }
-        #: Name in the file, by name in the model, of each weight that peft saved next to an embedding's adapter.
+        #: Names of base weights that peft saved with embedding adapters: name in the file, by name in the model.
         self.base_copies = {
             name.replace(_BASE_LAYER, ".weight"): name
             for name in self._file_names

@@ -73,7 +73,7 @@ class Documents:
     def groups(self) -> tuple[tuple[slice, int, Tensor], ...]:
         """Token slice, maximum length and starts of each group of documents. The kernel is called once per group.
 
-        The starts are an int32 tensor on the device, which is copied without a host sync.
+        The starts are an int32 tensor, which is copied to the device without a host sync.
         """
         tokens = self.num_rows * self.row_tokens
         # Limit the documents per call, because the backward needs workspace for at least FLASH_ROWS rows per document.
@@ -209,7 +209,7 @@ _OPTIONAL_COMPOSER = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
-    """Return replacements, by name, for transformers' functions that create or join masks. They also attach patterns.
+    """Return replacements, by name, for transformers' functions that create or join masks. The results have patterns.
 
     It makes no difference whether a window counts positions in the row or in the document, because tokens attend only
     to their own document. If transformers lacks one of these functions, nothing is replaced, and patterns are unknown.

@@ -97,7 +97,7 @@ class ExpertsPart(nn.Module):
         self.rows = range(start, stop)
         self.total_rows = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
-        # In a tuple, torch does not register the module as a submodule, whose parameters would belong to this part.
+        # The tuple hides the module from torch. As a submodule, it would add all experts' parameters to this part.
         self._experts: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
             shape = (stop - start, *parameter.shape[1:])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_liger_kernels", "check_liger_kernels", "has_liger_kernels"]
 
 _KEY = "model.use_liger_kernel = true"
-#: Arguments that disable liger's other kernels. A function that lacks one of these parameters does not get it.
+#: Arguments that disable liger's other kernels. Arguments that a function does not accept are omitted.
 _DISABLED_KERNELS = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 _DISABLED_MLPS = {"swiglu": False, "geglu": False}
 
@@ -56,7 +56,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, include_mlps: bool) -> None:
     function = _find_function(model)
     options = {**_DISABLED_KERNELS, **({} if include_mlps else _DISABLED_MLPS)}
     parameters = inspect.signature(function).parameters
-    # liger's function changes the modules of this model, and classes for later models. The classes are restored below.
+    # liger's function changes this model's modules, but also classes for later models. Restore the classes below.
     namespace = vars(sys.modules[type(model).__module__])
     originals = dict(namespace)
     try:

@@ -39,13 +39,13 @@ _FIRST_TOKEN = 3  # lower ids are usually special tokens
 _TOLERANCE = 1e-4
 _FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers in the copy; 16 if the first 3 do not contain all module classes
 
-_reasons: dict[object, str | None] = {}  # a planner checks the same model for every alternative
+_reasons: dict[object, str | None] = {}  # cache; a planner checks the same model for each alternative
 
 
 def choose_packing(
     model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
 ) -> tuple[PackingMode, str]:
-    """Return a packing mode that the model supports, and a warning if it is not the default.
+    """Return a packing mode that the model supports, and a warning if default packing is turned off, else "".
 
     "concat" does not separate texts, so every text model supports it.
 
@@ -132,7 +132,7 @@ def _has_separate_documents(model: PreTrainedModel) -> bool:
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     max_positions = getattr(model.config, "max_position_embeddings", None)
-    # Limit the lengths, because the masks of some models have a maximum number of positions.
+    # Limit the lengths, because the masks of some models support only a limited number of positions.
     max_length = max_positions // 2 if isinstance(max_positions, int) else max(_DOCUMENT_LENGTHS)
     other_document, document = (
         torch.randint(_FIRST_TOKEN, vocab_size, (_NUM_ROWS, min(n, max_length)), generator=generator)

@@ -36,7 +36,7 @@ _PIECE_SIZES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
 _MIN_MATRICES = 2  # an MLP has at least two matrices; a single projection has almost no internal activations
 
-#: (path, class) of a layer and its submodules with at least two matrices. Layers with equal signatures are alike.
+#: (path, class) of a layer and of its submodules with two or more matrices. Equal layers have equal signatures.
 _Signature = tuple[tuple[str, str], ...]
 
 
@@ -157,7 +157,7 @@ class _TiledFunction(torch.autograd.Function):
         tiled: TiledForward = ctx.tiled
         hidden, *weights = ctx.saved_tensors
         _, needs_hidden, *need_weights = ctx.needs_input_grad
-        # Backward adds each piece's matrix gradients through these leaves directly to the accumulators.
+        # Through these leaves, the backward adds each piece's matrix gradients directly to the accumulators.
         leaves = [new_leaf(w, requires_grad=need) for w, need in zip(weights, need_weights, strict=True)]
         trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(trained_leaves)

@@ -37,7 +37,7 @@ _MANIFEST = "manifest.json"
 _PARTIAL_SUFFIX, _REMOVED_SUFFIX, _LOCK_SUFFIX = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
 _READ_BYTES = 4 * MiB
-_MIN_AGE_S = 2.0  # coarse timestamps: a younger file could change again and keep its mtime
+_MIN_AGE_S = 2.0  # do not store checksums of younger files: a later change might keep the same mtime
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
@@ -285,7 +285,7 @@ def cache_key(
     cache: TokenCache,
     image_processor: str = "",
 ) -> str:
-    """Return a key of 32 hex digits that depends on everything that determines the sources' tokens.
+    """Return a key of 32 hex digits, computed from everything that affects the sources' tokens.
 
     The key depends on the files' contents and order, but not on their names. It depends on their folders only if rows
     have images, because image paths are relative to the data file.

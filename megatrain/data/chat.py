@@ -255,7 +255,7 @@ class RowEncoder:
         if boundary:
             split = next((i for i in range(start, len(tokens)) if offsets[i][1] > boundary), len(tokens))
         if self._is_same_text(self._decode(tokens[start:]), text):
-            # A token's offsets can exclude its trailing white space, which may belong to the completion.
+            # Offsets can exclude a token's trailing white space. Move `split` left if that is part of the completion.
             while split > start and text.startswith(prefix := self._decode(tokens[start:split])):
                 if len(prefix) <= boundary:
                     break
@@ -300,7 +300,7 @@ class RowEncoder:
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
         if train_all and not turns:
             return _make_row(tokens, [True] * len(tokens))
-        # Search the text without image tokens. The search renders the chat many times, always without image tokens.
+        # Search the text without image tokens, because the search compares it with renderings, which have none.
         spans = self._renderer.find_assistant_spans(row.messages, rendered.plain_text, row.location, turns, row.tools)
         spans = {index: _shift_span(span, rendered.image_spans) for index, span in spans.items()}
         trained = [train_all] * len(tokens)

@@ -384,7 +384,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
 
 
 def guess_columns(value: Mapping[str, Any], location: str) -> str:
-    """Return advice for a row with unknown column names, guessed from its column names and values."""
+    """Return advice for a row with unknown columns. The advice guesses fields from column names and values."""
     if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
             "Prompts without answers are data for reinforcement learning such as GRPO; sft needs `prompt` and "

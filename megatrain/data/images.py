@@ -325,7 +325,7 @@ class ImageProcessor:
         }
 
     def _run_processor(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
-        # The chat template already adds the special tokens, for example <bos>.
+        # The chat template already adds the special tokens, for example <bos>, so the processor must not.
         options = {"add_special_tokens": False, "return_mm_token_type_ids": True, **options}
         return cast(
             "Mapping[str, Any]", self._processor(text=list(text), images=[list(row) for row in images], **options)
@@ -367,7 +367,7 @@ def _count_elements(outputs: Mapping[str, Any]) -> int:
 
 
 class _UnusedComponent(dict[str, Any]):
-    """Stand-in for a processor's video or audio component, which needs no extra packages. Serialized as `{}`."""
+    """Stand-in for a processor's video or audio component. Needs no extra packages, and is serialized as `{}`."""
 
 
 def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:

@@ -46,7 +46,7 @@ _LINK_FIELDS = ("id", "tool_call_id")
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Range from ``start`` to ``end`` of the rendered text. It contains the message with index ``message``."""
+    """Range of the rendered text, from ``start`` to ``end``, that contains the message with index ``message``."""
 
     message: int
     start: int
@@ -59,7 +59,7 @@ def template_source(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 class ChatRenderer:
-    """Renderer of conversations with a tokenizer's chat template, which also locates the assistant's text.
+    """Renderer of conversations with a tokenizer's chat template. It also locates the assistant's text.
 
     Args:
         use_parts: Whether the template expects messages as lists of text and image parts, as image-text models do.

@@ -74,7 +74,7 @@ def _read_message(message: dict[str, Any], location: str, keys: Mapping[str, str
 
 
 def _find_calls(message: Mapping[str, Any], location: str) -> Any:
-    """Return a message's ``tool_calls``, or its ``function_call`` from an older format: a list, one call, or None."""
+    """Return a message's tool calls (a list, one call or None) from ``tool_calls`` or the older ``function_call``."""
     calls = {name: parse_inner_json(message[name], location, name) for name in _CALL_FIELDS if message.get(name)}
     if len(calls) > 1:
         raise RowError(location, "a message has both `tool_calls` and `function_call`", "Keep one of them")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.data.chat import TokenizedRow
     from megatrain.data.row_kind import Batch, Example
 
-# Functions import numpy and torch only when they need them, because reading a config imports this module.
+# Functions import numpy and torch only when they need them, so that configs can be read without them.
 
 #: Roles of the better and the worse answer. Token caches store these values.
 CHOSEN, REJECTED = 1, 2

@@ -28,8 +28,8 @@ class Preference(DataRow):
     """Two answers to a prompt, of which one is preferred, or one answer with a label.
 
     Attributes:
-        answer: The prompt with the chosen answer or the only answer.
-        rejected: The prompt with the rejected answer, or None if there is only one answer.
+        answer: Prompt and chosen answer, or prompt and only answer.
+        rejected: Prompt and rejected answer, or None if there is only one answer.
         is_good: Whether ``answer`` is desirable.
         margin: Margin by which the chosen answer is better, for losses with a margin.
     """
@@ -209,7 +209,7 @@ def _no_prefix_error(location: str, names: Sequence[str]) -> RowError:
 
 
 def _shared_text(texts: Sequence[str]) -> str:
-    """Return the common start of several texts, without trailing white space, which belongs to the answers."""
+    """Return the common start of several texts, without a trailing space, which belongs to the answers."""
     length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
     return texts[0][:length].removesuffix(" ")
 

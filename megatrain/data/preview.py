@@ -107,7 +107,7 @@ def _iter_rows(data: DataSpec) -> Iterator[DataRow | RowError]:
             continue
         for row in read_source(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
-                yield row  # skip the later pieces of a long text
+                yield row  # only the first piece of a long text
 
 
 def _preview_texts(

@@ -24,7 +24,7 @@ from megatrain.data.sources import parse_row
 from megatrain.data.table import DatasetConfig
 from tiered.units import MiB
 
-#: File name suffixes of shards and of compressed shards.
+#: File name suffixes of shards, and additional suffixes of compressed shards.
 _LINES_SUFFIXES, _PARQUET_SUFFIXES = (".jsonl", ".ndjson"), (".parquet",)
 _COMPRESSION_SUFFIXES = (".gz", ".zst", ".zstd")
 _FORMATS = ".jsonl (also compressed: .jsonl.gz, .jsonl.zst or .jsonl.zstd) and .parquet"
@@ -85,7 +85,7 @@ class Shards:
         return len(self.shards)
 
     def describe(self) -> list[tuple[str, int]]:
-        """Return the name and size of each shard, which identify the shards, so that no shard must be read."""
+        """Return the name and size of each shard, for fingerprints. No shard is read."""
         return [(shard.name, shard.nbytes) for shard in self.shards]
 
     def rows(self, index: int, start: int) -> Generator[tuple[str, Any]]:

@@ -94,7 +94,7 @@ class TextCutter:
             if end > len(self._tokens) and not (is_end and start < len(self._tokens)):
                 break
             trained = self._trained[start:end]
-            trained[0] = False  # the first token is not in the loss, because no token in this piece predicts it
+            trained[0] = False  # not in the loss, because the tokens that predict it are not in this piece
             yield CutDocument([*prefix, *self._tokens[start:end]], [*([False] * len(prefix)), *trained], len(prefix))
             self._is_first = False
             start = min(end, len(self._tokens))

@@ -96,7 +96,7 @@ class Conversion:
     def _convert(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if self.transform is None:
             return {self.first_target: read(self.source_names[0])}
-        transform = deepcopy(self.transform)  # `convert` removes the collected tensors from the transform
+        transform = deepcopy(self.transform)  # copy, because `convert` removes the collected tensors
         for pattern, names in self.sources.items():
             transform.collected_tensors[pattern] = [read(name) for name in names]
         outputs = transform.convert(self.first_target, model=model, config=model.config)
@@ -213,14 +213,14 @@ def _restore_file_names(step: Conversion, load_plan: LoadPlan, prefix: str) -> N
     """Rename an export step's outputs to their names in the folder. The shapes must be equal."""
     steps = [load_plan.target_steps[name] for name in step.source_names if name in load_plan.target_steps]
     if not steps:
-        return  # the folder lacks the tensor, which transformers permits
+        return  # the folder lacks this tensor; transformers accepts such folders
     shapes = {name: shape for load_step in steps for name, shape in load_step.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
-        candidates = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts all
+        candidates = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts all of them
         matches = [candidate for candidate in candidates if candidate in shapes]
         if step.transform is None and len(shapes) == 1:
-            matches = list(shapes)  # a plain copy has only one candidate, even if a renaming has lost the name
+            matches = list(shapes)  # a plain copy has one file name, even if a renaming has lost it
         if len(matches) == 1 and shapes[matches[0]] == value.shape:
             new_names[name] = matches[0]
     if len(new_names) != len(shapes) or set(new_names.values()) != set(shapes):

@@ -123,7 +123,7 @@ class ModelSettings:
 
 
 class ConverterSpec(Protocol):
-    """Settings of a converter in a config, which create a new converter for each graph."""
+    """Settings of a converter in a config. Each graph gets a new converter with these settings."""
 
     def converter(self) -> ModelConverter:
         """Create a converter for one graph."""

@@ -221,7 +221,7 @@ class TensorReader:
         return out
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a tensor as (first element, 1-D piece). Each piece is valid until the next piece is requested."""
+        """Yield (index of first element, 1-D piece) for each piece of a tensor. A piece is valid until the next one."""
         record = self.records[name]
         step = max(1, PIECE_BYTES // record.dtype.itemsize)
         buffer = torch.empty(min(step, record.numel), dtype=record.dtype)

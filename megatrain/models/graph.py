@@ -45,7 +45,7 @@ def find_modules(
     """Return `(path, module, kind)` for every unit, in definition order. Together, the units own all parameters.
 
     Each layer is a unit. Outside layers, each outermost module that directly owns parameters is a unit, for example an
-    embedding, a norm or a projection. If such a module contains layers, its unit has only its own direct parameters.
+    embedding, a norm or a projection. If such a module contains layers, its unit has only its direct parameters.
 
     Args:
         model: A skeleton, or a model with weights.
@@ -453,7 +453,7 @@ def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]],
     for pattern in patterns:
         matches = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
         if not matches and passthrough is not None and any(fnmatchcase(name, pattern) for name in passthrough.names):
-            continue  # pass-through tensors are never trained
+            continue  # the pattern matches pass-through tensors, which are never trained
         if not matches:
             all_names = [alias for _, aliases in names for alias in aliases]
             examples = difflib.get_close_matches(pattern, all_names, n=3, cutoff=0.3) or all_names[:3]

@@ -331,7 +331,7 @@ def name_seed(seed: int, name: str) -> int:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.sum().isnan())  # a sum does not need a temporary tensor
+    return bool(tensor.sum().isnan())  # unlike `tensor.isnan()`, a sum needs no temporary tensor of the same size
 
 
 def _reset_parameter(module: nn.Module, leaf: str) -> None:
@@ -349,7 +349,7 @@ def _reset_parameter(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the first name of its parameter. A tied parameter gets its values by its first name."""
+    """Map each name to its parameter's first name. The module with this name sets the parameter's values."""
     owners = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: owners.get(name, name) for name in names}
 

@@ -51,7 +51,7 @@ MODEL_INTERNALS = {
     "transformers.utils.output_capturing:OutputRecorder": "modules that return attention weights",
     "transformers.utils:logging": "progress bars",
 }
-#: Internals that only learning rate schedules use. Plans do not need them, and their module imports peft.
+#: Internals that only learning rate schedules use. They are separate, because their module imports peft.
 SCHEDULE_INTERNALS = {"transformers.trainer_utils:SchedulerType": "learning rate schedules"}
 #: Internals that only `megatrain.hf` uses.
 TRAINER_INTERNALS = {

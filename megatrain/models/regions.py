@@ -187,7 +187,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _AliasingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which ``contiguous`` and ``clone`` return views, so that outputs are views of the inputs."""
+    """Mode in which ``contiguous`` and ``clone`` return views, so that output strides locate elements of the inputs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
