@@ -212,7 +212,7 @@ class Adapters(ModelConverter):
         return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
-        """Return a model tensor's name without adapters, or an adapter tensor's name in adapter files."""
+        """Return the name that a model tensor has without adapters, or an adapter tensor's name in adapter files."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])

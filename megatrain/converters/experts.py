@@ -38,7 +38,7 @@ _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bia
 
 @torch.library.custom_op("megatrain::expert_positions", mutates_args=())
 def expert_positions(choices: Tensor, start: int, stop: int) -> Tensor:
-    """Return the flat indexes at which ``choices`` contains an expert from ``start`` to ``stop``, sorted by expert.
+    """Return the flat indices at which ``choices`` contains an expert from ``start`` to ``stop``, sorted by expert.
 
     Synchronizes the host, because the size of the result depends on the data.
     """
@@ -88,7 +88,7 @@ class ExpertsPart(nn.Module):
         stop: Index after the last expert.
 
     Attributes:
-        rows: Indexes of the experts.
+        rows: Indices of the experts.
         total_rows: Number of experts in the layer.
     """
 
@@ -314,7 +314,7 @@ def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[
 
 
 def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Make a layer's attention return None instead of its attention weights [rows, heads, S, S], like fused kernels.
+    """Make a layer's attention return None instead of attention weights [rows, heads, S, S], as fused kernels do.
 
     If a layer is one unit, its forward frees the attention weights. If attention is a separate unit, the layer would
     keep the weights of all micro-batches until its last part has run, without using them. transformers' output

@@ -64,7 +64,7 @@ class Head(ModelConverter):
         self._spec = spec
 
     def model_class(self, config: PretrainedConfig) -> Any:
-        """Return transformers' class, and change the configuration to one label.
+        """Return transformers' class for sequence classification. Change the configuration to one label.
 
         Raises:
             UnsupportedModelError: If transformers has no such class for the model type.

@@ -56,7 +56,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, include_mlps: bool) -> None:
     function = _find_function(model)
     options = {**_DISABLED_KERNELS, **({} if include_mlps else _DISABLED_MLPS)}
     parameters = inspect.signature(function).parameters
-    # liger's function changes this model's modules, but also classes for later models. Restore the classes below.
+    # liger's function changes this model's modules, and also classes for later models. Restore the classes below.
     namespace = vars(sys.modules[type(model).__module__])
     originals = dict(namespace)
     try:

@@ -36,7 +36,7 @@ _PIECE_SIZES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
 _MIN_MATRICES = 2  # an MLP has at least two matrices; a single projection has almost no internal activations
 
-#: (path, class) of a layer and of its submodules with two or more matrices. Equal layers have equal signatures.
+#: (path, class) of a layer and of its submodules with two or more matrices. Layers are matched by signature.
 _Signature = tuple[tuple[str, str], ...]
 
 

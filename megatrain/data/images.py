@@ -173,7 +173,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. Pixels are limited to those of a row filled with images.
+        max_length: Maximum tokens in a row. Pixels are limited to the number in a row full of images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.

@@ -74,7 +74,7 @@ class SourceCounts:
         num_rows_lost: Rows that are dropped or truncated.
         num_tokens: Tokens of all rows before truncation. Rows that could not be tokenized are not counted.
         num_tokens_lost: Tokens in ``num_tokens`` that are in no document.
-        num_turns: Assistant turns that should be in the loss. Only rows that are kept are counted.
+        num_turns: Assistant turns that should be in the loss. Only kept rows are counted.
         num_turns_lost: Turns in ``num_turns`` that cannot be in the loss.
     """
 
@@ -100,7 +100,7 @@ class SourceCounts:
 
     @property
     def turns_lost_share(self) -> float:
-        """Fraction of the assistant turns that cannot be in the loss. Only rows that are kept are counted."""
+        """Fraction of the assistant turns that cannot be in the loss. Only kept rows are counted."""
         return self.num_turns_lost / max(1, self.num_turns)
 
     def __sub__(self, other: SourceCounts) -> SourceCounts:
@@ -135,7 +135,7 @@ class DataReport:
         num_trained_tokens: Number of tokens in the loss.
         first_untrained: File and row of the first row that has no token in the loss, or "".
         dropped: Rows that cannot be used for training, by reason. The most frequent reason comes first.
-        untrained_turns: Assistant turns that cannot be in the loss, by reason. Only rows that are kept are counted.
+        untrained_turns: Assistant turns that cannot be in the loss, by reason. Only kept rows are counted.
         sources: Counts of each source, in order.
         empty_files: Number of empty files, or None if there are none.
         left_out: Rows with a field that the chat template does not render, by field.
@@ -307,7 +307,7 @@ class RowCounts:
             counts[reason] = replace(old_count, count=old_count.count + 1)
 
     def end_source(self) -> None:
-        """Mark the end of a source."""
+        """Store the counts of the source that has just been read completely."""
         self.sources.append(self.total - self._source_start)
         self._source_start = replace(self.total)
 

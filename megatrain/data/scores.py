@@ -220,7 +220,7 @@ class ScoreFolder:
                 _write_parquet(partial_path, documents, self._kind)
             else:
                 _write_zarr(partial_path, documents, self._kind)
-            # Remove older parts that contain some of these rows. A crash between the writes of two formats can leave them.
+            # Remove older parts that contain some of these rows. A crash between two formats can leave such parts.
             for start, count, stale_path in _list_parts(self.path / fmt):
                 if start < first_row + num_rows and first_row < start + count:
                     shutil.rmtree(stale_path) if stale_path.is_dir() else stale_path.unlink()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StreamOrder:
-    """Order of streamed rows. A resumed run gets the same rows again.
+    """Order of streamed rows. A resumed run gets the same rows as an uninterrupted run.
 
     A thread prepares the next window while the run trains on the current window.
 

@@ -139,7 +139,7 @@ class WindowMaker:
 
 
 class _SourceDraft:
-    """A source's part of a window that is being made.
+    """A source's part of a window that is being built.
 
     Args:
         share: Fraction of all rows that the source provides.

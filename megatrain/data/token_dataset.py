@@ -107,7 +107,7 @@ class TokenDataset:
     def release_pages(self) -> None:
         """Release the RAM of the memory-mapped files. Later reads usually find the data in the page cache.
 
-        Without calls of this method, the process's resident memory would grow with every read.
+        If this is not called, the process's resident memory grows with every read.
         """
         owners: list[object] = [getattr(self, name).base for name in ARRAYS]
         for owner in owners:

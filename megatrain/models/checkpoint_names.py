@@ -51,7 +51,7 @@ class Conversion:
         return [name for names in self.sources.values() for name in names]
 
     def run(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Convert the inputs. ``read`` returns an input by name. Return the outputs by name."""
+        """Convert the inputs, which ``read`` returns by name. Return the outputs by name."""
         outputs = self._convert(read, model)
         return {self.final_names[name]: value for name, value in outputs.items()}
 

@@ -113,7 +113,7 @@ class ModelSettings:
 
     Attributes:
         table: The ``[model]`` table.
-        lora: Settings of adapters to train or only to run, or None. Adapters freeze the model's weights.
+        lora: Settings of adapters, which are trained or only run, or None. Adapters freeze the model's weights.
         task_spec: Settings of the converter that turns a language model into the task's model. None if not needed.
     """
 
@@ -159,7 +159,7 @@ class InnerUnit:
 
 
 class LayerPart(Protocol):
-    """A unit that owns a range of rows of each of a module's parameters. It computes only the tokens routed to it.
+    """A unit that owns a range of rows of every parameter of a module. It computes only the tokens routed to it.
 
     A module's parts are called one after another with the same arguments. Their parameters have the same names as the
     whole module's parameters.

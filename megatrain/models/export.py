@@ -539,7 +539,7 @@ def _write_companions(
     """Write or copy all files except the weights and the config.
 
     Args:
-        copy_from: The model's folder, then the tokenizer's folder. Folders that do not exist are left out.
+        copy_from: The model's folder, then the tokenizer's folder. Folders that do not exist are skipped.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -580,7 +580,7 @@ def check_target(out: Path, *, overwrite: bool = True) -> None:
         overwrite: Whether the export can replace an earlier export.
 
     Raises:
-        ExportError: ``out`` is a file, contains files that no earlier export wrote, or is an earlier export while
+        ExportError: ``out`` is a file, contains files that no earlier export wrote, or is an earlier export and
             ``overwrite`` is False.
     """
     if not out.exists():
@@ -657,7 +657,7 @@ def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str],
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """Rename the finished folder to ``out``. First move an earlier export aside, and remove it at the end."""
+    """Rename the finished folder to ``out``. First move an earlier export aside, and remove it afterwards."""
     old_folder: Path | None = None
     if out.exists() and any(out.iterdir()):
         old_folder = _create_sibling(out, "old")

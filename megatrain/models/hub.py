@@ -65,7 +65,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A weight file that has been fetched: file ``position`` of ``count``."""
+    """A fetched weight file, number ``position`` of ``count``."""
 
     name: str
     position: int

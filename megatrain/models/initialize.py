@@ -89,7 +89,7 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
 
 
 class Initializer:
-    """Generator of random weights, range by range, bit-identical to weights from ``initialize_tensors``.
+    """Generator of ranges of random weights, bit-identical to the weights from ``initialize_tensors``.
 
     Not thread-safe. Read ranges in the order of the elements. Otherwise, earlier elements must be drawn again.
 

@@ -191,7 +191,7 @@ def _explain_failure(error: Exception, text_only: bool) -> str:
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the parameters that `from_pretrained` always keeps in fp32 to fp32."""
+    """Convert to fp32 the parameters that `from_pretrained` always keeps in fp32."""
     parameters = dict(model.named_parameters())
     for name in _find_fp32_names(model, parameters, dtype):
         if parameters[name].is_floating_point():
@@ -199,7 +199,7 @@ def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _find_fp32_names(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Return the names of the tensors that `from_pretrained` keeps in fp32 even if `dtype` is another dtype."""
+    """Return the names of the tensors that `from_pretrained` keeps in fp32 even if `dtype` is not fp32."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
