@@ -165,7 +165,7 @@ class LayerRunner:
         )
 
     def _make_head(self, recompute: Recompute) -> CutHead | ModelLoss:
-        """Return the cut head or the model's own loss. Raise `UnsupportedModelError` if the objective needs a cut."""
+        """Return the cut head, or the model's own loss. Raise an error if the objective does not support the latter."""
         model, order, refusal = self._graph.model, self._order, self._objective.loss.refusal
         plan = plan_head(self._graph)
         if plan is not None:
@@ -198,7 +198,7 @@ class LayerRunner:
 
         Args:
             micro_batches: CPU tensors `input_ids` and `labels` [B, S], optionally `attention_mask` and `position_ids`.
-                All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
+                All micro-batches or none have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
             num_items: Divisor of the loss; None for the number of labels in these micro-batches.
             seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
             first_index: Position of ``micro_batches[0]`` in the step.
@@ -261,7 +261,7 @@ class LayerRunner:
         """Switch the model to eval mode, and yield micro-batches and their labelled rows on the compute device.
 
         Args:
-            targets: Next-token labels [B * S] on the host, by number. Only these micro-batches are yielded.
+            targets: Next-token labels [B * S] on the host, by micro-batch number. Only these micro-batches are yielded.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -348,7 +348,7 @@ class LayerRunner:
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Run the forward of all micro-batches like `evaluate`, and return their logits on the host.
 
-        Only models without a chunked head are supported. They have only a few outputs per text or token.
+        Only models without a chunked head are supported. Such models have only a few outputs per text or token.
         """
         assert isinstance(self.head, ModelLoss), "a model with a chunked head has no whole logits"
         targets = {index: shifted_labels(batch["labels"]).reshape(-1) for index, batch in enumerate(micro_batches)}
@@ -405,7 +405,7 @@ class LayerRunner:
             self._objective.applied(self._graph.model),
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
-            # Keep no reference to the outputs, so that those that the backward does not need are freed.
+            # Keep no reference to the outputs. Otherwise, outputs that the backward does not need would stay alive.
             losses = self._run_head(
                 self._run_trunk(batches, rows, micro_batch_losses, seed=seed, first_index=first_index), num_items
             )

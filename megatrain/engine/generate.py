@@ -134,7 +134,7 @@ class GenerationRunner:
             bound.look_up(calls)
             call_index = 0
             for forward, cache in zip(forwards, caches, strict=True):
-                # Also lease blocks of forwards that have ended, because a pass's traffic must not depend on tokens.
+                # Also lease the blocks of forwards that have ended, because a pass must take every lease on its tape.
                 with self._access.cache_block(visit, forward.micro_batch) as block:
                     if forward.call is None:
                         continue
@@ -171,7 +171,7 @@ class GenerationRunner:
 
     @contextmanager
     def _prepare(self) -> Iterator[None]:
-        """Replace weights by placeholders and units' forwards by stubs. The model's forward loads containers."""
+        """Replace weights by placeholders and units' forwards by stubs. Each forward first reads containers."""
         model, units = self._graph.model, self._graph.units
         forward = model.forward
 

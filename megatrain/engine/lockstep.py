@@ -1,7 +1,7 @@
 """Forwards in lockstep: all forwards that call a unit run it together, before any of them continues.
 
-Training passes, evaluation passes and generation all use `run_in_lockstep`. An `Itinerary` chooses the next unit and
-compares it with the planned visits. A unit's weights are therefore leased once for all forwards.
+A unit's weights are therefore leased once for all forwards. Training passes, evaluation passes and generation all use
+`run_in_lockstep`. An `Itinerary` chooses the next unit and compares it with the planned visits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SinglePass(Itinerary):
     def _optional_unit(self, forwards: Sequence[SuspendedForward]) -> int | None:
         """Return the next visit's unit if it is optional.
 
-        A planned visit takes place even if no forward waits, so that traffic does not depend on the data.
+        A planned visit takes place even if no forward waits at it, because the step must take all planned leases.
         """
         if self._trace is not None:
             units = [visit.unit for visit in self._trace.visits[self._visit_index : self._visit_index + 1]]
@@ -170,5 +170,5 @@ class RepeatedPasses(Itinerary):
                 return None
             units = {
                 self._trace.visits[self._visit_index].unit
-            }  # join the pass, because prompts of other ranks continue
+            }  # join the pass, because prompts on other ranks continue
         return self._stop_at(self._common_unit(units, "prompts"), callers)

@@ -45,7 +45,7 @@ def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trunk:
-    """Runner for the forwards of all micro-batches. If the model has a cut, they end there, before the head.
+    """Runner for the forwards of all micro-batches. If the model has a cut before its head, the forwards end there.
 
     Args:
         visits: Sequence to which each pass appends its visits.
@@ -84,7 +84,7 @@ class Trunk:
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_index: int = 0) -> list[SuspendedOutput]:
-        """Run the forward of every micro-batch in the current grad mode. Call this within the `prepared` context.
+        """Run the forward of every micro-batch in the current grad mode. Call this within the `prepare` context.
 
         Args:
             first_index: Position of micro-batch 0 in the step.

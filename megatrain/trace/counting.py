@@ -35,7 +35,7 @@ _RANDOM_OPS = frozenset({torch.ops.aten.rand.default, torch.ops.aten.randn.defau
 
 
 class CountingError(RuntimeError):
-    """Error for an operator that the trace cannot count. The model itself is valid, but the counts are wrong."""
+    """Error for an operator that the trace cannot count. The model itself is valid, but its counts would be wrong."""
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -232,7 +232,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + nbytes)
 
     def _estimate_work(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
-        """Return the work of a call. If torch's FLOP formula fails, the plan cannot show MFU."""
+        """Return the work of a call. If torch's FLOP formula fails, record the failure; the plan then shows no MFU."""
         flops = 0
         try:
             flops = count_flops(func, args, kwargs, result)
@@ -316,7 +316,7 @@ def step_flops(
         num_positions: Total number of tokens, including padding.
         num_real_tokens: Number of tokens without padding.
         num_trained_tokens: Number of labelled tokens.
-        recompute: Forward results kept for the backward. It must keep no logits if the loss compares rows.
+        recompute: Forward results kept for the backward. If the loss compares rows, no logits may be kept.
     """
     if not is_counted(trace):
         return StepFlops()

@@ -54,7 +54,7 @@ class CountedBackward:
 def gradient_allocators(
     gradients: Sequence[Tensor | None], num_earlier: int, counts: CountingMode
 ) -> tuple[Callable[[], Tensor] | None, ...] | None:
-    """Return functions that allocate tensors like the input gradients; None if these share memory or are not new.
+    """Return functions that allocate tensors like the input gradients; None if gradients share memory or are not new.
 
     Args:
         num_earlier: Number of storages created before the backward.
@@ -219,7 +219,7 @@ class _CallRecord:
         # A tensor from outside of the record may be freed before the trace ends, so only its number identifies it.
         if index is None:
             raise _NotComparableError
-        if tensor.requires_grad and index in self.creators:  # others may be tables that layers share
+        if tensor.requires_grad and index in self.creators:  # without a gradient, it can be a shared table
             raise UnsupportedModelError(
                 self.counts.current_unit,
                 f"its forward reads a tensor of {self.creators[index]} that is not an argument and can be out of date",

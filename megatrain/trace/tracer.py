@@ -52,9 +52,9 @@ class Tracer:
         self._dense_masks: dict[str, None] = {}  # ordered set of the reasons for dense masks
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
-        self._phase = PhaseCounts("forward", 0)  # the current tick; replaced when the first tick begins
+        self._phase = PhaseCounts("forward", 0)  # counts of the current tick; replaced when the first tick begins
         self._visits = defaultdict[int, VisitCounts](VisitCounts)
-        self._parts: dict[Any, VisitCounts] = {}  # kind of part -> visit that runs for it
+        self._parts: dict[Any, VisitCounts] = {}  # kind of part -> visit that runs for all parts of the kind
         self._repeated = RepeatedLayers(self.counts)
         self.runner = LayerRunner(
             graph,
@@ -113,7 +113,7 @@ class Tracer:
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
-        # Gradients are in blocks, or are counted by the planner.
+        # The accumulators are not counted here: they are blocks, or the planner counts them.
         accumulator = _TracedAccumulator(self._make_tensors(unit, torch.float32), self._visits[visit].filled_params)
         yield accumulator
         self._visits[visit].row_params = accumulator.row_params - accumulator.other_params
@@ -167,7 +167,7 @@ class Tracer:
 
     @contextmanager
     def _record_look_ups(self, bound: BoundUnit) -> Iterator[None]:
-        """Record which weights of a unit a run uses only once, to look up rows with `F.embedding`."""
+        """Record the weights whose only use in a run is one look-up of rows with `F.embedding`."""
         uses = _WeightUses({id(leaf): owner for owner, leaf in bound.leaves()})
         with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
             yield

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from megatrain.models.graph import Unit
 
-_ALIGNMENT_BYTES = 512  # allocators round sizes up to a multiple
+_ALIGNMENT_BYTES = 512  # allocators round sizes up to a multiple of this
 
 
 @dataclass(slots=True)

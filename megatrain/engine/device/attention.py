@@ -141,7 +141,7 @@ class AttentionCall:
         """Return the size of the workspace that the kernel allocates on a CUDA device; 0 on other devices.
 
         A forward's own workspace counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
-        short sequences need several calls, each for at most half of the results. Concatenating these needs memory.
+        short sequences need several calls, each for at most half of the results. Joining the results needs memory.
 
         Args:
             is_deterministic: Whether the kernel must add numbers in the same order in every run.
@@ -163,12 +163,12 @@ class AttentionCall:
         return self._flash_nbytes(0) if self.backend == "cudnn" else 0
 
     def _package_nbytes(self, flash: FlashKernels, is_deterministic: bool) -> int:
-        """Return an upper bound for the workspace of FA3 or FA4. Their block sizes depend on architecture and mask.
+        """Return an upper bound for the workspace of FA3 or FA4, whose block sizes depend on architecture and mask.
 
         The backward needs fp32 query gradients, two sums per row, and counters that order the additions. If several
-        query heads share a key head, it also needs fp32 gradients of keys and values. The forward needs memory for
-        partial results if it splits the keys: it does so if query blocks do not occupy the GPU and if the kernel need
-        not be deterministic.
+        query heads share a key head, it also needs fp32 gradients of keys and values. The forward of FA3 splits the
+        keys if there are too few query blocks to occupy the GPU and the kernel need not be deterministic. Partial
+        results then need memory.
         """
         if self.width not in _PACKAGE_WIDTHS or self.value_width != self.width or self.has_dropout:
             raise UnsupportedModelError(
@@ -232,7 +232,7 @@ class AttentionCall:
         block, num_pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         num_values = rows * round_up(self.width, block) + rows
-        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; fp32 needs no second accumulator
+        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; fp32 results serve as accumulators
             num_values += rows * self.value_width
         elif max(self.width, self.value_width) > block:
             num_splits = 1

@@ -77,8 +77,8 @@ def _kernels() -> ModuleType:
 def row_groups(indexes: Tensor) -> Tensor:
     """Sort rows by their indexes [K] for `add_rows`, and return the order as [3, K] int32 on the same device.
 
-    See `triton_kernels.group_rows` for the format. The order is computed on the device, because the model can change
-    indexes there, and reading the indexes would synchronize the host.
+    See `triton_kernels.group_rows` for the format. The order is computed on the device. The model can compute indexes
+    there, and copying these indexes to the host would need a host sync.
     """
     indexes = indexes.contiguous()
     groups = torch.empty(3, len(indexes), dtype=torch.int32, device=indexes.device)
@@ -99,7 +99,7 @@ def add_rows(target: Tensor, row_range: range, rows: Tensor, groups: Tensor, pad
     """Add rows [K, N], in order, to the rows of a matrix part. The result is bit-identical to `index_add_` on the host.
 
     Args:
-        target: Part of the matrix to which rows are added, [len(held), N] fp32, each row contiguous.
+        target: Part of the matrix to which rows are added, [len(row_range), N] fp32, each row contiguous.
         row_range: Range of matrix rows in ``target``. Rows with an index outside of this range are skipped.
         rows: Rows to add, [K, N] of any float dtype.
         groups: Result of ``row_groups`` for the indexes of ``rows``.
@@ -127,12 +127,12 @@ def add_rows(target: Tensor, row_range: range, rows: Tensor, groups: Tensor, pad
 
 
 def copy_rows(out: Tensor, row_range: range, rows: Tensor, indexes: Tensor) -> None:
-    """Copy the requested rows that one part of a matrix contains into ``out``.
+    """Copy to ``out`` the requested rows that one part of a matrix contains.
 
     Args:
-        out: Contiguous output, [K, N]. Rows that other parts contain are not changed.
+        out: Contiguous output, [K, N]. Rows for indexes outside of ``row_range`` stay unchanged.
         row_range: Range of matrix rows in this part.
-        rows: Rows of this part, [len(held), N] of any float dtype.
+        rows: Rows of this part, [len(row_range), N] of any float dtype.
         indexes: Indexes of the requested rows, [K].
     """
     assert out.is_contiguous() and rows.stride(1) == 1, (out.stride(), rows.stride())
@@ -243,7 +243,7 @@ def logits_gradient(
 
 
 def _vector_size(*matrices: Tensor) -> int:
-    """Return the number of elements in 16 bytes, or 1 if the number of columns is not a multiple of it."""
+    """Return the number of elements in 16 bytes, or 1 if this number does not divide the number of columns."""
     size = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
     return 1 if matrices[0].shape[1] % size else size
 
@@ -257,7 +257,7 @@ def _is_aligned(matrix: Tensor) -> bool:
 def _align_rows(logits: Tensor) -> Tensor:
     """Return the logits with contiguous, aligned rows. Copy them if necessary.
 
-    The order of additions then depends on the number of columns, not on an address.
+    Without the copy, the order in which a kernel adds logits could depend on their address.
     """
     if logits.stride(1) == 1 and (_vector_size(logits) == 1 or _is_aligned(logits)):
         return logits

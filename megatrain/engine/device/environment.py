@@ -25,7 +25,7 @@ class DeterminismError(RuntimeError):
 
 @contextmanager
 def deterministic_kernels(device: torch.device, model_type: str, *, enabled: bool = True) -> Iterator[None]:
-    """Use deterministic kernels within the context. By default, some kernels add in varying order, with atomics.
+    """Use deterministic kernels within the context. By default, some kernels add with atomics, in varying order.
 
     Does nothing on the CPU. torch reads the cuBLAS setting once, at the first matmul on a GPU. ``import megatrain``
     writes the setting, so import megatrain before the first matmul.
@@ -74,9 +74,9 @@ def consume_cublas_setting(device: torch.device) -> Iterator[None]:
     Enter this context within ``deterministic_kernels``, before the model's first matmul. torch 2.11 checks the setting
     once, but parses it at every matmul, which takes 36 us of host time instead of 4 (docs/log.md). The setting is the
     size of the workspace that torch passes to cuBLAS. Any size makes cuBLAS deterministic, and while the setting is
-    unset all matmuls use torch's default size. The workspace of the first matmul is freed, because torch would pass it
-    to cuBLAS with the new size. A smaller size that the user has set stays in place. Later versions of torch parse the
-    setting once, and with them this function does nothing.
+    unset all matmuls use torch's default size. The workspace of the first matmul is freed. Otherwise, torch would pass
+    this old workspace to cuBLAS with the new size. A smaller size that the user has set stays in place. Later versions
+    of torch parse the setting once, and with them this function does nothing.
     """
     global _is_consumed
     setting = os.environ.get(_CUBLAS)

@@ -80,7 +80,7 @@ def flash_kernels(kernels: FlashKernels, checked_device: torch.device | None = N
 
 @contextmanager
 def _activate(kernels: FlashKernels) -> Iterator[str]:
-    """Activate kernels within the context. If this fails, yield the reason, otherwise ""."""
+    """Activate kernels within the context. Yield "" on success, and otherwise the reason for the failure."""
     attention: Any = torch.nn.attention
     if kernels == "FA2":
         yield ""
@@ -116,7 +116,7 @@ def check_determinism(kernels: FlashKernels, device: torch.device) -> None:
     """
     _compare_backwards(kernels, device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # free the memory, which the plan assigns to the run
+        torch.cuda.empty_cache()  # free the cached memory, because the plan assigns it to the run
 
 
 def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:

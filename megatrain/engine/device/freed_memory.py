@@ -1,9 +1,9 @@
-"""Settings of the C library, which returns freed tensor memory to the system or keeps it for later tensors.
+"""C library settings that return freed tensor memory to the system, or keep it for later tensors.
 
 If pages are returned, the system must map and zero new pages for the next tensor, which makes a step on the CPU 20 %
-longer (decision 0085). Kept pages are unused memory between live tensors, which no plan counts. A run that computes on
-the CPU therefore keeps pages within an op. Between ops, it returns them if the process would exceed the plan during
-the next op. By default, glibc keeps all pages of tensors of up to 32 MiB.
+longer (decision 0085). Kept pages are unused memory between live tensors, and no plan counts this memory. A run that
+computes on the CPU therefore keeps pages within an op. Between ops, it returns them if the process would exceed the
+plan during the next op. By default, glibc keeps all pages of tensors of up to 32 MiB.
 
 The settings affect the whole process. With C libraries other than glibc, this module does nothing.
 """
@@ -68,7 +68,7 @@ def return_excess_memory(store: object, op_bytes: int) -> None:
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()
-        # Other code in the process uses the remaining excess, probably also at the next op, so raise the limit.
+        # Other code holds the remaining excess. Raise the limit, because otherwise every later op would trim again.
         _limits[store] = max(limit, _resident_bytes() + op_bytes + _SPARE_BYTES)
 
 

@@ -140,8 +140,8 @@ class HostMirror(TorchFunctionMode):
     """Host mirror of integer tensors, which avoids host syncs when model code reads their values.
 
     While the mirror is active, torch functions on mirrored tensors also run on the host copies, and reads return values
-    from the host copies. Tensors that are changed in place are not mirrored, nor are results that are larger than the
-    largest input (masks of [B, 1, S, S]). Reading such a tensor synchronizes the host and returns the same values.
+    from the host copies. Tensors that are changed in place are not mirrored, nor are results larger than the largest
+    input, such as [B, 1, S, S] masks. Reading such a tensor synchronizes the host and returns the same values.
 
     Used by one thread, which enters and exits the mirror when it switches between a model's forward and the engine.
 
@@ -193,7 +193,7 @@ class HostMirror(TorchFunctionMode):
         if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
             return
         if any(result is arg for arg in args):
-            return  # some operations, such as `to`, can return their argument
+            return  # `to` can return its argument, which keeps its mirror
         if name in _CONSTRUCTORS and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_version(arg) for arg in args]

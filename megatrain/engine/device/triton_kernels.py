@@ -15,7 +15,7 @@ import triton.language as tl
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
-# Combine functions of `tl.sum` and `tl.max`, which work in the interpreter only if all of Triton is interpreted.
+# Arguments of `tl.reduce`. In the interpreter, `tl.sum` and `tl.max` would require that all of Triton is interpreted.
 _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
 
 
@@ -158,10 +158,10 @@ def add_logits(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Add the logits of the part that starts at column `start` to a cross entropy. Each program handles one row.
+    """Add the logits of the part that starts at column `start` to cross entropy sums. Each program handles one row.
 
-    All sums are fp32 and have one value per row: `max_logits` is the largest logit, `exp_sums` the sum of exp(logit -
-    largest), `label_logits` the label's logit, and `logit_sums` the sum of all logits, or None.
+    All outputs are fp32 and have one value per row: `max_logits` is the largest logit, `exp_sums` the sum of all
+    exponentials relative to it, `label_logits` the label's logit, and `logit_sums` the sum of all logits, or None.
     """
     row = tl.program_id(0)
     row_start = _row(logits, row, row_stride, unit)

@@ -1,9 +1,9 @@
 """Head phase: compute the loss and its gradients from a few rows of logits at a time.
 
 Logits are the largest activation of a step: [tokens, vocabulary] in fp32. The engine therefore cuts the model after its
-decoder (the *trunk*). The rest of the model, the head, runs on pieces of the hidden states whose tokens have labels.
-For each piece, the engine calls the model's own `forward` with a stub for the trunk. Hugging Face's code therefore
-still computes norms, scaling and soft caps of logits.
+decoder (the *trunk*). The rest of the model, the head, runs on the hidden states of labelled tokens, one piece at a
+time. For each piece, the engine calls the model's own `forward` with a stub for the trunk. Hugging Face's code
+therefore still computes norms, scaling and soft caps of logits.
 
 If only elementwise operations follow the last matmul, a piece is computed one part of the vocabulary at a time
 (`vocabulary.py`), in two passes. The first pass computes the loss. The second pass computes the gradients, in reverse
@@ -303,7 +303,7 @@ class ChunkedHead:
             yield HeadRows(item, output, rows, labels, leaf, loss)
 
     def _record(self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None) -> None:
-        """Record a micro-batch's loss terms, and the tensors that cross the cut with their gradients."""
+        """Record a micro-batch's loss terms, the tensors that cross the cut, and the gradients of these tensors."""
         states: Tensor = item.output["last_hidden_state"]
         self._losses.terms += losses
         if hidden_grad is not None:
@@ -329,7 +329,7 @@ class ChunkedHead:
     def _add_logits(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
         """Add the logits of a part, or all logits, to the loss. Optionally keep their graph for the second pass."""
         assert piece.loss is not None
-        # Do not use `no_grad` here, because both passes must use the same kernels.
+        # Do not use `no_grad`, which can select different kernels. Both passes must compute the same logits.
         context = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
         with context:
             logits = self._model.logits(piece.item, piece.output, part)

@@ -41,7 +41,7 @@ class CrossEntropy(Loss, MicroBatchLoss):
 
     @property
     def refusal(self) -> str:
-        """Reason to refuse a model with its own loss function, which would ignore smoothing and z-loss; or ""."""
+        """Reason to refuse models with their own loss function, which ignores smoothing and z-loss, or ""."""
         for name in ("label_smoothing_factor", "z_loss"):
             if getattr(self, name):
                 return f"with which training.{name} cannot be used"
@@ -91,7 +91,7 @@ class RunningSoftmax:
         self._max_logits = torch.full_like(zeros, -torch.inf)
         self._exp_sums = zeros  # exponentials relative to the largest logit so far
         self._label_logits = torch.zeros_like(zeros)
-        self._logit_sums = torch.zeros_like(zeros) if smoothing else None  # sum of the logits
+        self._logit_sums = torch.zeros_like(zeros) if smoothing else None  # only for smoothing
         self._weights: Tensor | None = None
         self._log_sums: Tensor | None = None  # cached logsumexp, because each part's gradient needs it
 
@@ -159,7 +159,7 @@ class RunningSoftmax:
         if self._smoothing:
             gradient.sub_(self._smoothing / self._vocab_size)
         columns, is_in_part = label_columns(self._labels, start, gradient.shape[1])
-        # Use scatter instead of an addition. Each row has one label, so the result does not depend on write order.
+        # Scatter values instead of adding them. Each row has one label, so the order of writes has no effect.
         gradient.scatter_(1, columns, gradient.gather(1, columns) - is_in_part.unsqueeze(1) * (1 - self._smoothing))
         if self._weights is not None:
             return gradient.mul_(self._weights.unsqueeze(1)).to(logits.dtype)

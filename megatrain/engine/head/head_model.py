@@ -93,7 +93,7 @@ class HeadModel:
         self._has_use_cache_argument = has_use_cache_argument(model)
 
     def without_auxiliary_loss(self) -> AbstractContextManager[None]:
-        """Disable the routers' auxiliary loss within the context, because `auxiliary` computes it separately."""
+        """Disable the routers' auxiliary loss within the context, because `auxiliary_loss` computes it separately."""
         return without_auxiliary_loss(self._model)
 
     def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
@@ -114,8 +114,8 @@ class HeadModel:
     def auxiliary_loss(self, item: TrunkOutput, num_items: int, roots: list[Tensor], grads: list[Tensor]) -> Tensor:
         """Return a micro-batch's auxiliary router loss, multiplied by the micro-batch's share of the step's labels.
 
-        Append the differentiable tensors to ``roots`` and their gradients to ``grads``. The head runs once, on a
-        single row without a label. Rows of the micro-batch that have no labels at all are masked out.
+        Append the differentiable tensors of the trunk's output to ``roots``, and their gradients to ``grads``. The head
+        runs once, on a single token without a label. Sequences without any label are masked out.
         """
         originals: list[Tensor] = []
         leaves: list[Tensor] = []
@@ -153,7 +153,7 @@ class HeadModel:
     def _call_part(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, logits: list[Tensor]) -> Any:
         """Run the model's own forward for a part of the logits, or for all logits. Append the logits to ``logits``.
 
-        The forward's loss contains zero instead of the cross entropy.
+        In the forward's loss, zero replaces the cross entropy.
         """
         assert part is None or self._part_weight is not None
         part_context = nullcontext() if part is None or self._part_weight is None else self._part_weight.use_part(part)
@@ -179,7 +179,7 @@ class HeadModel:
 
 
 def _labelled_rows_mask(item: TrunkOutput, states: Tensor) -> dict[str, Tensor]:
-    """Return an attention mask that excludes rows without labels; empty if the micro-batch is a single row."""
+    """Return an attention mask that excludes rows without labels; empty for a single row or a mask that is not 2-D."""
     num_rows, length = states.shape[:2]
     mask = item.batch.get("attention_mask")
     if num_rows == 1 or (mask is not None and mask.dim() != 2):

@@ -150,7 +150,7 @@ class _HeadProbe:
         trunks: Candidates that the model called.
         called_units: Indexes of the units that the model called.
         losses: For each call to the loss, the shape of the logits and whether the labels were passed on.
-        has_own_term: Whether the model changes the value of the loss function, which pieces could not reproduce.
+        has_own_term: Whether the model changes the value of the loss function. Pieces could not reproduce this change.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
@@ -220,7 +220,7 @@ class _HeadProbe:
             self.losses.append((logits.shape, is_passed))
             self.cut_weight = self._cut_weight.logits_weight(logits)
             self.is_product = self._cut_weight.is_product(logits, self._rows)
-            # Select by size, because autograd also saves the weight.
+            # Select saved tensors by size, because autograd also saves the weight.
             candidates = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]
             logit_tensors = [tensor for tensor in (logits, *candidates) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in logit_tensors}

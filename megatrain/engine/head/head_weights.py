@@ -41,7 +41,7 @@ class HeadGradients:
         """Run the backward from ``output``. Accumulate the gradients of the weights and of the piece's rows.
 
         Args:
-            part_leaves: Leaves whose gradients go to each leaf's own target (``gradient_target``).
+            part_leaves: Leaves of vocabulary parts. Their gradients go to their own targets (``gradient_target``).
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         gradients = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *part_leaves])
@@ -67,7 +67,7 @@ class HeadWeights:
         ranges: Columns `(start, stop)` of each vocabulary part.
 
     Attributes:
-        parts: Vocabulary parts whose weights stay leased until the stack closes; empty if blocks are leased in turn.
+        parts: Vocabulary parts that stay leased until the stack closes; empty if blocks are leased one at a time.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HeadWeights:
             if self._part_weight is not None and self._cut_weight in weights:
                 weight = stack.enter_context(bound.replace_weight(self._cut_weight, self._part_weight))
                 self.parts = self._lease_parts(weight, stack)
-                stack.callback(self.parts.clear)  # parts are views of leased blocks
+                stack.callback(self.parts.clear)  # drop these views of leased blocks before the leases end
             units.append((bound, visit, leaves))
         return units
 

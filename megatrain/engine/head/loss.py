@@ -74,7 +74,7 @@ class MicroBatchLoss(Protocol):
         Args:
             labels: Token ids of the labels, [rows].
             first: Position of the first row among the micro-batch's labelled rows.
-            num_items: Number of labelled rows in the whole step, by which a mean is divided.
+            num_items: Number of labelled rows in the whole step, the divisor of a mean.
             in_parts: Whether logits are computed in parts. The model's own loss function then cannot be used.
         """
 
@@ -118,7 +118,7 @@ class Loss(Protocol):
         return 0
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Apply changes that the loss makes to the model in training steps, within the context."""
+        """Within the context, apply the changes that the loss makes to the model in training steps."""
         return nullcontext()
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> Mapping[str, Tensor]:

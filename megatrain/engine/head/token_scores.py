@@ -58,7 +58,7 @@ class RunningTopK:
         top_values, columns = values.topk(min(self._k, values.shape[1]), dim=1)
         rest_log_sum = values.scatter(1, columns, -torch.inf).logsumexp(1)
         top_values, ids = torch.cat([self._top_values, top_values], 1), torch.cat([self._ids, columns + start], 1)
-        # Sum the probabilities of tokens as they leave the top k. Computing 1 minus the top k would lose precision.
+        # Sum the probabilities of tokens as they leave the top k. Subtracting the top k from 1 would lose precision.
         self._top_values, order = top_values.topk(min(self._k, top_values.shape[1]), dim=1)
         dropped_log_sum = top_values.scatter(1, order, -torch.inf).logsumexp(1)
         self._ids = ids.gather(1, order)

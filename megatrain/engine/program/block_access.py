@@ -58,7 +58,7 @@ class BlockAccess(WeightAccess, Protocol):
         """Copy an activation into its block. The block keeps no reference to the caller's tensor."""
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, source: tuple[int, int]) -> None:
-        """Record that an activation is the same tensor as that of ``source`` (visit, index), and shares its block."""
+        """Record that an activation is the tensor already saved at ``source`` (visit, index), and uses its block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation, bit-identical to the stored tensor. The visit that stored it reads it last."""

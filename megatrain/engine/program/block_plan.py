@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
 
-#: Kinds of blocks whose contents outlive a step. Checkpoints hold these.
+#: Kinds of blocks whose contents outlive a step. Checkpoints contain these blocks unless the model folder has them.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 
-#: Kinds in display order. If two kinds save the same number of bytes, the first kind gets the faster tier.
+#: Kinds in display order. If two kinds save the same traffic per byte in a faster tier, the first kind gets it.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 

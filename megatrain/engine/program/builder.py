@@ -67,7 +67,7 @@ class ProgramBuilder:
         self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
         self._uses = layout_uses(graph, trace)
 
-        # State that is not elementwise needs whole parameters, so its layout cannot be cut into parts.
+        # State that is not elementwise needs whole parameters, so a layout with such state cannot be cut into parts.
         def is_elementwise(layout: UnitLayout) -> bool:
             return all(kind.has_weight_layout(layout) for kind in state_kinds)
 
@@ -77,14 +77,14 @@ class ProgramBuilder:
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
         self._updates = self._add_traffic(updates or GroupUpdates(), optimizer, is_elementwise)
-        # Shard each part, so that a rank's blocks of weight, state and gradient hold the same elements.
+        # With ranks, cut all weights, so that a rank's shards of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
             name
             for name in self._parts
             if not self._shards.is_local or all(self._can_use_parts(visit, name) for visit in self._uses[name])
         )
-        # While a device computes, the host updates the weights of the next forward visit. During the backward, it
-        # updates the weights of the visit whose backward has just ended.
+        # If the host updates weights while a device computes, each update overlaps a neighboring visit: deferred
+        # updates run one tick earlier, and all other updates run one tick later.
         self._lead_ticks = int(compute_tier != "ram" and self._updates.overlaps_device)
         self._passing: frozenset[tuple[int, str]] = frozenset()
 
@@ -352,7 +352,7 @@ class ProgramBuilder:
                         ((key, "w" if is_first else "rw"), *group)
                         for key, group in zip(site_keys, sums or [()] * len(site_keys), strict=True)
                     ]
-                    if self._trace.visits[visit].is_head:  # its second pass runs in reverse
+                    if self._trace.visits[visit].is_head:  # the head's second pass runs in reverse
                         sums.reverse()
                 groups += sums
         return tuple(groups)

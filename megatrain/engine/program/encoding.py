@@ -22,7 +22,7 @@ class Encoding(Protocol):
 
     @property
     def keys(self) -> Sequence[str]:
-        """Keys of the blocks to read, in order of the state's parts; empty to read the weight's own block."""
+        """Keys of the blocks to read, in part order; empty to read the weight's own block."""
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class AveragedWeight:
     """Encoding that reads the fp32 average of a weight instead of the weight, and rounds it for each visit.
 
     Attributes:
-        keys: Keys of the average's blocks, in order of the state's parts.
+        keys: Keys of the average's blocks, in part order.
         nbytes: Total bytes of the average's blocks over all processes.
     """
 

@@ -97,7 +97,7 @@ def generation_program(
         program: Program that contains the blocks of weights.
         trace: Visits of a forward without a separate head.
         cache_nbytes: Maximum size of one micro-batch's cache in bytes, by visit.
-        is_first: Whether this is the first pass, so that the cache is still empty.
+        is_first: Whether this is the first pass, before which the cache is empty.
     """
     blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
     ticks, is_local = list[Tick](), program.sharding.shards.is_local

@@ -66,7 +66,7 @@ def save_results(
             visit_trace = trace.visits[tick.visit]
             ticks[index] = _add_results_block(tick, program, len(visit_trace.saved_inputs) - len(visit_trace.aliases))
             nbytes = (visit_trace.results if with_products else visit_trace.attention).nbytes
-            # Add blocks in the order of the tick, because the order of blocks decides ties between homes.
+            # Add blocks in the order of the tick, because the planner resolves ties between blocks by their order.
             for key in [key for key in dict(ticks[index].uses) if key not in blocks]:
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
     choice = program.recompute

@@ -75,7 +75,7 @@ def share_gradients(program: StepProgram) -> StepProgram:
         program: Program with a separate block for every gradient.
     """
     pools: list[_AliasedBlock] = []
-    # Sort gradients of equal size by start. First fit then needs no more blocks than there are live gradients.
+    # Sort gradients of equal size by start. First fit then needs no more blocks than gradients that are live at once.
     for lifetime in sorted(_lifetimes(program), key=lambda lifetime: (-lifetime.gradient.num_elements, lifetime.start)):
         pool = next((pool for pool in reversed(pools) if pool.can_hold(lifetime)), None)  # the smallest block that fits
         if pool is None:
@@ -102,7 +102,7 @@ def share_gradients(program: StepProgram) -> StepProgram:
 
 
 def _lifetimes(program: StepProgram) -> list[_Lifetime]:
-    """Return the lifetime of each gradient that begins and ends within a step."""
+    """Return the lifetime of each gradient whose lifetime begins and ends within a step."""
     uses: dict[str, list[tuple[int, Mode, bool]]] = {}
     for index, tick in enumerate(program.ticks):
         for key, mode in tick.uses:

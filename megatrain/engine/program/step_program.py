@@ -107,8 +107,8 @@ class GroupUpdates:
         in_compute_tier: Whether the optimizer can update blocks in the compute tier.
         overlaps_device: Whether the host updates a layer while a device computes the next layer. If updates are not
             deferred, the overlap needs memory for the gradients of one more layer.
-        streamed: Layouts updated in the compute tier, wherever their blocks have their homes. The update fetches one
-            part at a time and writes it back.
+        streamed: Layouts updated in the compute tier, regardless of their blocks' homes. The update fetches one part at
+            a time and writes it back.
         sent_elements: Number of matrix elements, by layout, that an update in RAM sends to the compute device and back.
     """
 
@@ -294,7 +294,7 @@ class StepProgram:
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
         """Return the schedule of ``num_steps`` steps that start at ``first_step``, including their deferred updates."""
-        # Omit reads at home, which move nothing. Keep writes: the prefetcher must not fetch a copy before a write.
+        # Omit reads at home, which move nothing. Keep writes: a copy that is prefetched before a write would be stale.
         accesses = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
         deferred_ticks = [index for index, tick in enumerate(self.ticks) if self._is_deferred(tick)]

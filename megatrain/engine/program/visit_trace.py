@@ -21,9 +21,9 @@ class VisitMemory:
     Attributes:
         held_nbytes: Bytes in use when the visit starts: hidden states, masks and tables, but no weights or gradients.
         retained_nbytes: Portion of `held_nbytes` that stays in use until the backward: masks, tables, ids, and tensors
-            that autograd saves between visits. In layer order each micro-batch holds this portion once. It holds the
-            rest of `held_nbytes` twice, for the current visit and for the next visit.
-        forward_nbytes: Peak memory beyond `held_nbytes` between the start of this visit and the next visit.
+            that autograd saves between visits. In layer order, each micro-batch holds this portion once, and the rest
+            of `held_nbytes` twice: for the current visit and for the next visit.
+        forward_nbytes: Peak memory beyond `held_nbytes`, from the start of this visit to the start of the next visit.
         backward_nbytes: Peak memory of recompute and backward beyond `held_nbytes`, including parameter gradients.
         graph_nbytes: Size of the forward's graph, if the graph is kept for the backward. Counts inputs, tensors saved
             by autograd, and weights cast to another dtype, but neither the weights nor tensors that visits share.
@@ -43,7 +43,7 @@ class TracedVisit:
     Attributes:
         is_head: Whether the unit runs in the head phase, one piece at a time.
         has_backward: Whether the unit has a backward. It has none if the loss does not depend on its output, or if no
-            parameter up to its output is trained. The backward still announces the visit, but leases no weights for it.
+            parameter up to its output is trained. The backward still announces such a visit, but leases no weights.
         saved_inputs: `(shape, dtype)` of every activation that is kept in a block until the backward.
         aliases: Maps an input's index to the (visit, index) of an earlier activation that is the same tensor. Both
             use one block.
@@ -150,7 +150,7 @@ class Recompute:
         return self.saved_attention | self.saved_results
 
 
-#: The backward recomputes everything.
+#: Keep no forward results, so that the backward recomputes everything.
 KEEP_NOTHING = Recompute()
 
 

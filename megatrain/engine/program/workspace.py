@@ -66,7 +66,7 @@ def step_workspace_bytes(
 ) -> int:
     """Return the peak workspace of the compute tier during a step in bytes, without kept graphs."""
     visit_peak = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
-    # Add both peaks. Collectives can have a separate stream, so neither can reuse memory that the other has freed.
+    # Add both peaks, because collectives can use a separate stream, and streams do not reuse each other's freed memory.
     return round_up(visit_peak, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
@@ -115,7 +115,7 @@ def kept_graphs(
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
     """Return the peak memory that each tick needs for operator results and gradient sums.
 
-    Ticks that keep a graph, and ticks that lease parts one at a time, get the maximum over all other ticks.
+    Ticks that keep a graph, and ticks that lease parts one at a time, get the maximum over all ticks.
     """
     passing_visits = {visit for visit, _ in program.cuts.passing}
     tick_bytes: list[int | None] = []
@@ -162,9 +162,9 @@ def _sum_transients(program: StepProgram, tick_index: int) -> Iterator[Transient
 def waiting_rows(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the memory of all micro-batches' rows and gradients while weight or gradient parts are leased in turn.
+    """Yield the memory of all micro-batches' rows and gradients while weight or gradient parts are leased one by one.
 
-    In the head, the rows are the inputs. In an embedding, they are the rows to look up or to add. They count as fp32.
+    In the head, the rows are the inputs. In an embedding, they are the rows to look up or to add. Rows count as fp32.
     """
     widths: dict[int, int] = {}
     head = [index for index, visit in enumerate(trace.visits) if visit.is_head]
@@ -199,7 +199,7 @@ class _CollectiveMemory:
         # If the program gathers ahead, a GPU sends sums while the next visit runs.
         self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
         self._gather_indexes: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers
-        self._visit_indexes: dict[tuple[Phase, int], int] = {}  # last tick of each visit
+        self._visit_indexes: dict[tuple[Phase, int], int] = {}  # position of each visit's last tick
 
     def transients(self) -> Iterator[Transient]:
         for index, tick in enumerate(self._program.ticks):

@@ -141,8 +141,8 @@ class StoreAccess:
         self._execution.finish()
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Advance to a visit's op. First run all ops before it, which the model does not announce."""
-        # Drop the current op's tensors before the next op begins, because the next gather can reuse their memory.
+        """Advance to a visit's op. First run the preceding ops, which the model does not announce."""
+        # Drop the current op's tensors before the next op begins, so that the next gather can reuse their memory.
         self.sharding.after_visit()
         while (op := self._execution.next_op()) is not None and op.phase not in _MODEL_PHASES:
             self._run(op)
@@ -198,7 +198,7 @@ class StoreAccess:
             sink = UseSiteGradients(sums if held_layouts else None, part_sums)
             del sums  # drop the reference, so that closing the sink frees the memory
             yield sink
-            # Close the parts before the held sums, because the tape leases the parts within the visit.
+            # Close the parts here, because the tape leases them while the visit still holds all other sums.
             sink.close()
             del sink
 
@@ -215,7 +215,7 @@ class StoreAccess:
             self._shapes[key] = tensor.shape
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, source: tuple[int, int]) -> None:
-        """Check that the plan also reuses the block at ``source`` for this input."""
+        """Check that the plan also stores this input in the block at ``source``."""
         assert self._aliases[visit].get(index) == source, (visit, index, source)
 
     @contextmanager

@@ -12,8 +12,8 @@ from types import TracebackType
 class BackgroundUpdates:
     """Thread that runs updates one at a time, first in, first out. All calls come from one thread.
 
-    The caller must wait for a block's update before it uses the block, and then receives the update's error. On exit,
-    the context waits for all updates even after an error, because code that catches the error can free their memory.
+    Before the caller uses a block, it must wait for the block's update. The wait raises the update's error. After an
+    error, the context still waits for all updates on exit, because the caller can then free memory that updates use.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class StepGradients:
         self.threads = threads
         self.uses = layout_uses(model.graph, model.trace)
         self._filled_params: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
-        self._norms: dict[str, SquaredNorm] = {}  # layouts whose gradients are incomplete
+        self._norms: dict[str, SquaredNorm] = {}  # by layout, for gradients that are incomplete
         self._scales: LayerScales | None = None
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
@@ -45,7 +45,7 @@ class StepGradients:
             scales: Factors for each layer's gradient; None if the norm of the whole step determines one factor.
         """
         self._filled_params = {name: {site: set() for site in range(len(uses))} for name, uses in self.uses.items()}
-        # Create new objects, because a pending update uses the objects of the previous step.
+        # Create new objects, because a pending update still uses the objects of the previous step.
         self.squared_norms, self.with_gradient, self._scales = {}, {}, scales
 
     def use_site(self, name: str, visit: int) -> int:

@@ -236,7 +236,7 @@ class LeasedWeights(WeightProvider):
         self._execution.skip_prefetch(idle_uses, resumed_uses=needed_uses)
 
     def skip_unlikely(self, num_tokens: int) -> None:
-        """Cancel the early prefetch of weights whose experts will probably get no token."""
+        """Cancel the prefetch, in this step and the next, of weights whose experts will probably get no token."""
         if not self._idle_probabilities:
             return
         visits = [visit for visit, probability in self._idle_probabilities.items() if probability**num_tokens > 1 / 2]
@@ -285,7 +285,7 @@ class LeasedGradients:
             accumulator = LaneAccumulator(self._gradients.lanes, first_sum, make_accumulator)
             yield accumulator
             accumulator.close()
-            del accumulator, first_sum  # frees the sums that are not blocks
+            del accumulator, first_sum  # frees the memory of sums outside of blocks
             # Close within the leases, because closing writes the blocks and the norm reads them.
             for layout in layouts:
                 keys = all_keys[layout.name]
@@ -296,7 +296,7 @@ class LeasedGradients:
         targets: dict[str, torch.Tensor | SplitTensor] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
-            if name not in self._pieces:  # does not change between steps
+            if name not in self._pieces:  # cached, because it is the same in all steps
                 self._pieces[name] = pieces_of_parts(self._program.layout_parts(layout), layout)
             targets.update(views_of_pieces(parts, self._pieces[name], layout))
         return targets
@@ -330,7 +330,7 @@ class LeasedGradients:
         uses = self._gradients.uses[name]
         other_keys = [self._program.gradient_keys(layout, use_site) for use_site in range(1, len(uses))]
         if other_keys and not self._execution.has_use(other_keys[0][0]):
-            return  # micro-batches run one at a time, and this is not the last one
+            return  # later micro-batches, which run separately, still add to the sums
         if not other_keys:
             self._gradients.add_all_to_norm(name, blocks)
         for part, block in enumerate(blocks if other_keys else ()):

@@ -126,7 +126,7 @@ class PassingGradient:
         self.rows = part_rows(layout)
         self._micro_batch = 0
         self._recorded_rows: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
-        # Rows of the leased part, and the memory of its sums. Only the first sum can be nonzero.
+        # Rows of the leased part, and the memory of its sums. Initially, only the first sum can be nonzero.
         self._part: tuple[range, list[torch.Tensor]] | None = None
         self._open_sums: LaneAccumulator | None = None
         self._num_closed = 0
@@ -181,7 +181,7 @@ class PassingGradient:
                 self._open_sums = None
         for target, (_, accumulator) in zip(targets, closed_sums, strict=True):
             if accumulator is not None and not accumulator.added_names:
-                # This memory contains a temporary sum, which has been added to an earlier sum.
+                # Zero this temporary sum: an earlier sum already contains it, so it would count twice.
                 target.zero_()
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:

@@ -5,9 +5,9 @@ model gets full copies of weights, gathered from the shards of all ranks. Its gr
 An exchange splits the sums into shards and adds the shards in the order of lanes (`ranks/lanes.py`). Shards are leased,
 updated and moved like whole blocks. Full copies and sums are workspace, planned by `workspace.collective_transients`.
 
-The program's ticks determine all collectives, because the model's requests depend on the data. Passing parts of the
-vocabulary are gathered, and their gradients exchanged, within the visit's own tick. Each part has a turn in the tick,
-even if the model does not request the part (`PartOrder`).
+All ranks must run the same collectives, so the program's ticks determine them: the model's requests depend on data.
+Passing parts of the vocabulary are gathered, and their gradients exchanged, within the visit's own tick. Each part has
+a turn in the tick, even if the model does not request the part (`PartOrder`).
 
 If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they use
 a separate stream. The two streams wait for each other on the device, without blocking the host. Memory is freed only
@@ -87,7 +87,7 @@ class Ranks(ShardingHooks):
         op = self._execution.op
         if op is None:
             return
-        # Finish the remaining turns first, because they use this op's blocks and all ranks finish them here.
+        # Finish the remaining turns first, because they lease this op's blocks and other ranks also finish them here.
         self._turns.finish_turns(op)
         self.gradients.drop_sent_sums()
         self.weights.drop(op)
@@ -442,7 +442,7 @@ class ExchangedGradients:
             for use_site in range(len(gradients.uses[layout.name])):
                 for part, key in enumerate(self._program.gradient_keys(layout, use_site)):
                     self._part_positions[key] = layout.name, use_site, part
-        self._pending_exchanges: list[_ExchangedSums] = []  # sums that an exchange is sending
+        self._pending_exchanges: list[_ExchangedSums] = []  # sums that exchanges may still be sending
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> one sum per range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> partial sums of squares
 
@@ -571,7 +571,7 @@ class ExchangedGradients:
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, index: int, key: str) -> Iterator[list[Tensor]]:
-        """Yield memory for the sums of a gradient's part. On exit, exchange them in turn; see ``GradientMemory``."""
+        """Yield memory for sums of a gradient's part. On exit, exchange them at their turn; see ``GradientMemory``."""
         op = self._execution.current_op
         self._turns.advance_to_group(key, op)
         with self.part_sums(key, wait_for_turn=lambda: self._turns.advance_to(key, op)) as sums:

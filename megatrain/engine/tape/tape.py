@@ -189,7 +189,7 @@ def compile_step(
         held_uses = tuple(uses[index, key] for key, _ in tick.held)
         groups = tuple(tuple(uses[index, key] for key, _ in group) for group in tick.passing)
         if tick.phase == "update" and all(homes[key] == tiers[index] for key, _ in tick.uses):
-            held_uses, groups = (*held_uses, *chain.from_iterable(groups)), ()  # no part waits for memory
+            held_uses, groups = (*held_uses, *chain.from_iterable(groups)), ()  # parts at home can be leased together
         bytes_outside = program.bytes_outside_blocks(index)
         ops.append(Op(index, tick.phase, tick.visit, tiers[index], held_uses, groups, tick.served_phase, bytes_outside))
     return Tape(tuple(ops), pinned_copies)
@@ -239,11 +239,11 @@ class TapeStore:
                     self._keep_or_evict(use, tier)
 
     def _keep_or_evict(self, use: Use, tier: str) -> None:
-        """Pin or evict a copy that is not at home."""
+        """Pin or evict a copy outside of the block's home."""
         key = use.key
         if not use.was_pinned:
-            # First evict copies in tiers between home and this tier, because the prefetcher could fetch from them.
-            # The first release of a pinned copy has already evicted them, so a copy in RAM now belongs to a use in RAM.
+            # Evict the copies that the fetch left in intermediate tiers, because a later fetch must start at home, as
+            # planned. A pinned copy needs this only once: later copies in RAM are for uses in RAM.
             for name in self._store.tiers_between(self._homes[key], tier):
                 self._store.evict(key, name)
         if use.release is Release.PIN:

@@ -256,7 +256,7 @@ class UpdateOps:
     def run(self, op: Op, pending: PendingUpdate) -> None:
         """Run an update op, one part at a time."""
         layout = self.op_layout(op)
-        # With separate factors, `for_layout` waits for the layer's norm. Call it only once per layer.
+        # With separate factors, `for_layout` waits for the layer's norm and removes it, so call it once per layer.
         update, filled_params = pending.for_layout(layout.name), pending.with_gradient[layout.name]
         parts = self._program.layout_parts(layout)
         if update is not None and self._can_overlap_device(op):
@@ -265,7 +265,7 @@ class UpdateOps:
         if op.tier == "ram":
             # Wait, because the plan has scratch memory for only one update on the host at a time.
             self._execution.background.wait()
-        # Lease the blocks even if the update is skipped, because traffic must not depend on data.
+        # Lease the blocks even if the update is skipped, because later ops rely on the pins and evictions after it.
         with self._execution.lease(self._execution.content_keys(op, op.held)) as held_blocks:
             if not op.passing and update is not None:
                 self._updater.update_layout(op.visit, len(parts), op.tier, held_blocks, update, filled_params)
@@ -287,7 +287,7 @@ class UpdateOps:
         """Start an update on the background thread.
 
         This method leases the blocks at the update's position in the tape, so that no other op can change them. The
-        background thread ends the leases, so that the weights can be copied to the device without delay.
+        background thread ends the leases when the update is done, so that the weights can be fetched without delay.
         """
         updater, leases = self._updater, ExitStack()
         assert not op.passing, op

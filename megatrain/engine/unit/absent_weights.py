@@ -144,7 +144,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 
 def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
-    """Return a placeholder for `parameter` on `device`, which uses the memory of one element."""
+    """Return a placeholder on `device` for `parameter`. It uses the memory of one element."""
     weight = Tensor._make_subclass(AbsentWeight, placeholder(parameter.shape, parameter.dtype, device))
     assert isinstance(weight, AbsentWeight)
     return weight

@@ -93,7 +93,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Builder of the containers for one run. A class, because mutually recursive closures would keep tensors alive."""
+    """Builder of containers for one run. It is a class, because mutually recursive closures keep tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
@@ -178,7 +178,7 @@ class CapturedArguments:
             index = self._container_indexes[id(value)] = len(self.originals)
             self.originals.append(value)
             self._contents.append(None)
-            # These calls also number the nested containers.
+            # The index is already taken, because these calls number the nested containers.
             if isinstance(value, list):
                 content: Any = [tree_map(item, self._on_leaf, self._on_container) for item in value]
             else:

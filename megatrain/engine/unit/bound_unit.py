@@ -41,7 +41,7 @@ class BoundUnit:
 
     Attributes:
         forward: The module's original or compiled forward.
-        rows: Look-ups, before the runs, of rows in weights that are leased by part.
+        rows: Look-ups of rows in weights that are leased by part. They precede the runs of the unit.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
@@ -158,7 +158,7 @@ class BoundUnit:
                 parameters[leaf] = parameter
 
     def backward_context(self) -> AbstractContextManager[None]:
-        """Return a context for a run's backward, which names the unit if `torch.compile` cannot compile it."""
+        """Return a context for a run's backward. If `torch.compile` fails, the error names the unit."""
         return explain_failures(self.unit) if self._is_compiled else nullcontext()
 
     def run(
@@ -210,7 +210,7 @@ class BoundUnit:
 
 @contextmanager
 def forbid_buffer_changes(name: str, modules: Iterable[nn.Module], *, may_replace: bool = False) -> Iterator[None]:
-    """Refuse forwards that change a buffer, because a step neither saves buffers nor restores them for a recompute.
+    """Raise an error if a forward changes a buffer, because a step does not restore buffers for a recompute.
 
     Args:
         may_replace: Whether a forward may replace non-persistent buffers, as rotary embeddings do.

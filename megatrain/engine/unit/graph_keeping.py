@@ -45,7 +45,7 @@ class GraphKeeping:
 class KeptGraph(KeptRun):
     """Graph of one run, kept as workspace from forward to backward.
 
-    The graph holds inputs that need a gradient, and tensors that autograd has saved. It does not hold other outputs.
+    The graph holds inputs that need a gradient, and tensors that autograd has saved. Other outputs can be freed.
 
     Args:
         activations: Activations among the inputs, which are leaves of the graph.
@@ -69,7 +69,7 @@ class KeptGraph(KeptRun):
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Yield the graph. ``weights`` are not used, because the graph has the leaves of its forward.
+        """Yield the graph. ``weights`` is not used, because the graph already has the leaves of its forward.
 
         If the model has changed an output in place and the graph needs this output, autograd raises an error, as in
         plain PyTorch. The model's aliases have separate version counters, so the graph's counters are incremented here.

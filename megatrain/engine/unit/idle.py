@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RoutedWeights:
-    """Lease of a unit's weights for a visit. It is skipped if no token of any micro-batch is routed to the unit.
+    """Lease of a unit's weights for a visit. The lease is skipped if no token of any micro-batch is routed to the unit.
 
     Attributes:
         is_idle: Whether no token is routed to the unit; valid after ``record_calls``.
@@ -26,7 +26,7 @@ class RoutedWeights:
         self.is_idle = False
 
     def record_calls(self, calls: Sequence[UnitCall]) -> None:
-        """Determine from the calls that wait at the unit whether it is idle.
+        """Determine whether the unit is idle, given the calls that wait at it.
 
         If the unit is the first part of a module, this also announces the module's other idle parts, which run next.
         """

@@ -64,7 +64,7 @@ class InputSaving:
                 stack.enter_context(results.save_calls(block, self.matrices(run, needed=True)))
             result = run.compute(tensors, self.random, keep_graph=False)
         for i in run.captured.activations:
-            run.captured.tensors[i] = None  # the backward reads it from its block
+            run.captured.tensors[i] = None  # freed, because the backward reads it from its block
         return result, SavedInputs(self, run, locations, results, len(result.outputs))
 
     def _put(self, forward: SuspendedForward, index: int, activation: Tensor, *, is_shared: bool) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class SavedInputs(KeptRun):
             yield UnitGraph(outputs, [activation for activation in activations if activation.requires_grad], weights)
 
     def skip(self) -> None:
-        """Lease inputs and results without using them, because traffic must not depend on data."""
+        """Lease inputs and results without using them, because the tape contains these leases."""
         with self._lease():
             pass
 
@@ -149,8 +149,8 @@ class SavedInputs(KeptRun):
 class AbsentMicroBatches:
     """Planned blocks of micro-batches that skip an optional unit.
 
-    The blocks are leased in planned order, although the micro-batches do not use them, because traffic must not depend
-    on data. The plan has prefetch memory for one block at a time.
+    The micro-batches do not use these blocks, but the tape contains their leases, so they are leased in planned order.
+    They are leased one at a time, because the plan has prefetch memory for only one of them.
 
     Args:
         activations: (micro-batch, index) of each planned activation, in order. Index None means saved results.

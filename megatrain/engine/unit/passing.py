@@ -75,7 +75,7 @@ class RowLookUps:
 
 
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
-    """Lease all parts of weights that are leased by part, but use none, because traffic must not depend on data."""
+    """Lease all parts of weights that are leased by part, but do not use them, because the tape has these leases."""
     for weight in weights.values():
         if not isinstance(weight, Tensor) and weight.is_passing:
             for index in range(len(weight.rows)):
@@ -102,7 +102,7 @@ class SplitWeight(AbsentWeight):
     def from_placeholder(
         cls, placeholder: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
     ) -> SplitWeight:
-        """Return a placeholder for ``placeholder``. If there is a target, the placeholder requires a gradient."""
+        """Return a ``SplitWeight`` with the shape of ``placeholder``. It requires a gradient if there is a target."""
         weight: Any = Tensor._make_subclass(cls, placeholder, target is not None)
         weight.parts, weight.target, weight._look_ups, weight._rows = parts, target, look_ups, []
         assert isinstance(weight, SplitWeight)
@@ -137,7 +137,7 @@ def _embed_from_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int | N
         if not weight._rows:
             raise _RowsNeeded(weight, indexes)
         call_index = weight._look_ups.call_index
-        rows, weight._rows[call_index] = weight._rows[call_index], None  # the model may change rows in place
+        rows, weight._rows[call_index] = weight._rows[call_index], None  # dropped: the model can change them in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
     else:
         (rows,) = _look_up_in_parts(weight, [indexes])

@@ -31,7 +31,7 @@ from tiered.units import round_up
 
 #: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
 _ALIGNMENT_BYTES = 512
-#: Size of the two random state scalars that a kernel can return on a GPU. Fake kernels return them on another device.
+#: Size of two random state scalars on a GPU. The trace adds it, because fake kernels return them on another device.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 
@@ -146,7 +146,7 @@ class ResultSizes:
     ) -> None:
         self._owners, self._count_flops = owners, count_flops
         self.attention = NOT_SAVABLE
-        self._products: dict[str, SavableResults] = {}  # weight's owner -> its products
+        self._products: dict[str, SavableResults] = {}  # weight's name -> results of its matmuls
 
     def measure(self) -> AbstractContextManager[Any]:
         """Return a context that measures the results of the run within it."""

@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 
 
 def micro_batch_seed(seed: int, micro_batch: int) -> int:
-    """Return the seed of a micro-batch's random stream. Different arguments result in different seeds."""
+    """Return the seed of a micro-batch's random stream. Nearby arguments give unrelated seeds."""
     bits = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
     bits = ((bits ^ (bits >> 31)) * 0x94D049BB133111EB) % 2**64
     return (bits ^ (bits >> 29)) % 2**63

@@ -98,7 +98,7 @@ class SuspendedForward:
         self._locations[id(tensor)] = weakref.ref(tensor), tensor._version, location
 
     def find_location(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the recorded place of a tensor, or None if there is none or the tensor has changed since then."""
+        """Return the recorded location of a tensor, or None if none was recorded or the tensor has since changed."""
         record = self._locations.get(id(tensor))
         if record is None or record[0]() is not tensor or record[1] != tensor._version:
             return None

@@ -83,7 +83,7 @@ class ProductUses:
         self._owners, self._count_flops = owners, count_flops
         self._work: dict[str, Work] = {}
         self._needed_owners: set[str] = set()
-        self._live_storages: set[int] = set()  # live storages of the run
+        self._live_storages: set[int] = set()  # storages that the run created and that still exist
         self._dependencies: dict[int, set[str]] = {}  # storage -> owners whose products it depends on
         self._saved_storages: set[int] = set()
 
@@ -119,7 +119,7 @@ class ProductUses:
 
     def _record_product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(*args, **kwargs)
-        # A fill replaces the matmul, so the number of launches stays the same.
+        # If the matmul is skipped, a fill replaces it, so the number of launches stays the same.
         filled_nbytes = result.numel() * result.element_size()
         work = Work(product_flops=self._count_flops(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
         self._work[owner] = self._work.get(owner, NO_WORK) + work
@@ -147,12 +147,12 @@ class ProductUses:
 
     def _forget_storage(self, key: int) -> None:
         self._live_storages.discard(key)
-        self._saved_storages.discard(key)  # the next storage at this address is a different one
+        self._saved_storages.discard(key)  # a new storage can get the same address
         self._dependencies.pop(key, None)
 
 
 class WeightProducts(TorchFunctionMode):
-    """Mode that routes a matmul to ``answer`` if it runs within a torch function that is called with a weight.
+    """Mode that routes a matmul to ``function`` if it runs within a torch function that is called with a weight.
 
     Only operators within such functions are dispatched through Python, because each dispatch takes time.
     """
@@ -180,7 +180,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that routes matmuls to ``answer``."""
+    """Mode that routes matmuls to ``function``."""
 
     def __init__(self, function: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,7 +195,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that routes all operators to ``follow``."""
+    """Mode that routes all operators to ``function``."""
 
     def __init__(self, function: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -73,16 +73,16 @@ class UnitVisit:
         calls = [forward.call for forward in forwards if forward.call is not None]
         self._weights.record_calls(calls)
         runs: list[_FirstRun] = []
-        # Lease the weights ...
+        # Lease the weights once for all micro-batches.
         with self._weights.lease() as weights, self.bound.bind(weights) as leaves:
             self._row_indexes = self.bound.look_up(calls)
-            # ... run the unit for each micro-batch, and save the tensors that its backward needs ...
+            # Run the unit for each micro-batch, and save the tensors that its backward needs.
             for call_index, forward in enumerate(forwards):
                 self._activity.micro_batch = forward.micro_batch + 1
                 self._absent_micro_batches.put(stop=forward.micro_batch)
                 runs.append(self._run_forward(UnitRun.from_call(self.bound, forward, call_index), forward, leaves))
             self._absent_micro_batches.put()
-        # ... and release the weights. Add the unit to the outer graph as one node.
+        # The leases of the weights have ended. Add the unit to the outer graph as one node.
         inputs = [tensor for run in runs for tensor in run.inputs]
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
@@ -99,14 +99,14 @@ class UnitVisit:
         if run.is_differentiable:
             inputs = run.activations
             result, kept_run = self._strategy.run(run, forward, leaves)
-            # Use `.data`, which aliases the output without being a view, because the model may change it in place.
+            # The model can change outputs in place, which autograd forbids for views. `.data` is an alias, not a view.
             self.pending_outputs += [output.data for output in result.outputs]
             kept_run.record_aliases(self.pending_outputs[start:])
             self._kept_runs.append(kept_run)
         else:
             result = run.compute(run.with_activations(run.leaves()), self.visits.random, keep_graph=False)
         forward.random_state = self.visits.random.get()
-        result.outputs = []  # frees the inner graph if it is not kept
+        result.outputs = []  # frees the unit's graph if it is not kept
         return _FirstRun(result, inputs, slice(start, len(self.pending_outputs)), tensors, originals, forward)
 
     # -- backward ----------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class UnitVisit:
         sink: GradientSink | None = None
         start = 0
         with ExitStack() as stack:
-            # Lease the weights, and the accumulators of their gradients ...
+            # Lease the weights, and the accumulators of their gradients.
             weights = stack.enter_context(self._weights.lease())
             leaves = stack.enter_context(self.bound.bind(weights))
             if leaves:
@@ -126,7 +126,7 @@ class UnitVisit:
                 stack.enter_context(self.bound.receiver.use_sink(sink))
             if self._strategy.has_recompute:
                 self.bound.rows.look_up_again(self._row_indexes)
-            # ... recompute, run the backward and reduce, one micro-batch at a time ...
+            # Recompute, run the backward and reduce the gradients, one micro-batch at a time.
             pending, self._kept_runs, self._row_indexes = self._kept_runs[::-1], [], []
             while pending:
                 kept_run = pending.pop()  # frees each graph before the next one is built or used
@@ -138,7 +138,7 @@ class UnitVisit:
                 start += kept_run.num_outputs
                 grad_inputs += self._run_backward(kept_run, grads, leaves, sink)
             self._absent_micro_batches.take()
-        # ... and release the leases.
+        # All leases of the visit have ended.
         return grad_inputs
 
     def _run_backward(
