@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NAME = "run.toml"
 #: Task for each row format. All other formats use sft.
 _TASKS = {"preference": "dpo", "text": "pretrain"}
-_DEFAULT_OUTPUT_DIR = "outputs/first"  # for run.toml; for another name, a folder of that name
+_DEFAULT_OUTPUT_DIR = "outputs/first"  # if the config is run.toml; otherwise named after the config
 _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
@@ -127,7 +127,7 @@ def _new_file(path: Path) -> Path:
 
 
 def _model_facts(model: str, folder: Path) -> tuple[ModelFacts, bool]:
-    """Return facts about a model, and whether it certainly lacks a chat template because it is on this machine."""
+    """Return facts about a model, and whether its folder is on this machine and contains no chat template."""
     from megatrain.extras.translate.templates import read_template
     from megatrain.models.folder import model_facts
     from megatrain.models.hub import cached_folder

@@ -117,7 +117,7 @@ def _make_plan(session: Session) -> Plan:
 
 
 def _schedule_note(session: Session, plan: Plan) -> str:
-    """Return a note if --max-steps makes the learning rates differ from a longer run, otherwise ""."""
+    """Return a note if the learning rates depend on --max-steps, so that a longer run differs, otherwise ""."""
     max_steps, optimizer = session.loaded.config.training.max_steps, plan.run.optimizer
     if f"training.max_steps={max_steps}" not in session.options.source.overrides or not optimizer.depends_on_length:
         return ""

@@ -199,7 +199,7 @@ def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
     # Leave inference mode, because a parameter whose memory was created in inference mode cannot be trained.
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         empty = placeholder(parameter.shape, parameter.dtype, device)
-        if parameter.device.type == "meta":  # torch can swap the memory of a meta tensor, but not set it
+        if parameter.device.type == "meta":  # torch cannot assign memory to a meta tensor, only swap it
             swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
             swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
         else:

@@ -276,7 +276,7 @@ class InterruptedUpdateError(RuntimeError):
 
 
 class DeferredUpdates:
-    """Updates of offloaded groups. Each waits for the next use of its weights. Used by one thread at a time."""
+    """Updates of offloaded groups that wait for the next use of the groups' weights. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._pending: dict[OffloadedGroup, GroupUpdate] = {}
@@ -303,7 +303,7 @@ class DeferredUpdates:
             if (update := self._pending.get(owner)) is not None:
                 with self.recording_interrupts():
                     owner.update(update)
-                del self._pending[owner]  # only now, because the update is still due if the store raised an error
+                del self._pending[owner]  # not before: if the store raises an error, the update is still due
 
     @contextmanager
     def recording_interrupts(self, *, is_atomic: bool = True) -> Iterator[None]:

@@ -59,8 +59,8 @@ def offload(
         leave: Globs of parameter names. Matching parameters are not moved.
         group: Process group of ranks that share the module, for example ``dist.group.WORLD``. It needs a gloo backend,
             because weights and gradients move between host memories even if modules compute on GPUs.
-        gradient_lanes: Number of lanes with ``group``. Default: one per rank. Half or a third of the ranks give
-            bit-identical results if each rank computes several lanes (``megatrain.gradient_lanes``).
+        gradient_lanes: Number of lanes with ``group``. Default: one per rank. Runs with half or a third of the ranks
+            are bit-identical if each rank computes several lanes (``megatrain.gradient_lanes``).
 
     Raises:
         OffloadError: A dtype has no master weights, the module has nothing to offload, or it is already offloaded.

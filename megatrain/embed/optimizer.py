@@ -295,7 +295,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self.grad_norm
 
     def _grad_scale(self) -> float | None:
-        """Return the factor by which all gradients are multiplied, or None to skip the update because of the norm."""
+        """Return the factor by which all gradients are multiplied, or None if the norm requires skipping the update."""
         if self.max_grad_norm == 0:
             return 1.0
         is_current = self._measured_gradients == [group.gradients.version for group in self.groups]
@@ -409,7 +409,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if "tiered" in state_dict:
             self._saved.load_generation(state_dict["tiered"])
         else:
-            keys = [key for group in groups for key in group["params"]]  # some trainers save names, not numbers
+            keys = [key for group in groups for key in group["params"]]  # some trainers save names instead of numbers
             state = state_dict["state"]
             self._saved.load_tensors({index: state[key] for index, key in enumerate(keys) if key in state})
         self.zero_grad()

@@ -104,7 +104,7 @@ class OptimizerGroups:
         for group_index, (_, members) in enumerate(parts, first_index):
             named = {f"{group_index}.{index}": parameter for index, parameter in enumerate(members)}
             own_kinds = [*kinds(members[0].dtype.itemsize == 2, named), *self._extra_kinds]
-            if not members[0].is_cuda:  # the parameters are the masters, or their high halves
+            if not members[0].is_cuda:  # no weight block: the parameters are the masters or their high halves
                 own_kinds = [kind for kind in own_kinds if kind.name != "weight"]
             layout = ordinary_groups.local_layout(f"{self._name}/{group_index:05d}", named)
             segment_names = {name: names[id(p)] for name, p in named.items()}

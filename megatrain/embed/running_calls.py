@@ -66,7 +66,7 @@ class Calls:
         return bool(self._running)
 
     def begin(self, owner: object) -> Call:
-        """Record a forward before its code can fail, because torch runs the hooks after the forward in any case.
+        """Record a forward before its code can fail, because torch runs the hooks even after a failed forward.
 
         Raises:
             OffloadError: torch.jit is tracing the forward. A trace would record the addresses of slots that are reused

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _FORMAT = 1
 #: Key of a record's random text, which distinguishes generations with the same number.
 _MARK = "mark"
-#: Name of the fp32 master in saved tensors. Saved only for bf16 parameters, which are just its high half.
+#: Name of the fp32 master in saved tensors. Saved only for bf16 parameters, which are just the master's high half.
 _MASTER = "master"
 
 
@@ -195,7 +195,7 @@ class SavedState:
         shared_state(self._store).note_change()
 
     def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, TensorEntry]:
-        """Return a parameter's group and layout entry. Raise ``TypeError`` if this rank has only a shard of them."""
+        """Return a parameter's group and layout entry. Raise ``TypeError`` if this rank stores only a shard."""
         for group in self._optimizer.groups:
             for name, member in group.parameters.items():
                 if member is parameter and group.state.shard is not None:

@@ -16,7 +16,7 @@ _MAX_RULES = 64
 
 
 class StepCounter:
-    """Counter for parameters' updates, which also makes the settings of each update. Equal settings share one rule.
+    """Counter of each parameter's updates. It also makes the settings of each update. Equal settings share one rule.
 
     Args:
         names: Names of the group settings on which an update rule depends.

@@ -198,7 +198,7 @@ class MatrixWeightAverage(WeightAverage):
         return self.inner.orthogonalize_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the FLOPs with which the wrapped optimizer orthogonalizes a matrix."""
+        """Return the FLOPs that the wrapped optimizer needs to orthogonalize a matrix."""
         return self.inner.orthogonalize_flops(rows, columns, name)
 
     def apply_directions(

@@ -78,7 +78,7 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
 
 
 def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> Tensor:
-    """Return the fp64 sum of squares of each chunk of 65,536 elements, [chunks] on the same device. No host sync.
+    """Return the fp64 sum of squares of each chunk of 65,536 elements, [chunks] on its device, without a host sync.
 
     Args:
         gradient: As in `squared_norm` or `device_squared_norm`.
@@ -224,7 +224,7 @@ def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop",
 def decide_on_device(
     squared_norms: Sequence[Tensor], max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]
 ) -> Tensor:
-    """Return the decision of `gradient_scale` as an `Update.decision`, on the norms' device. No host sync.
+    """Return the decision of `gradient_scale` as an `Update.decision`, on the norms' device, without a host sync.
 
     The host and a GPU compute the same result, because all operations are in fp64 and round to nearest.
 

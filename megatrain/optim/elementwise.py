@@ -81,7 +81,7 @@ class ElementwiseOptimizer(ABC):
 
     @property
     def supports_rows(self) -> bool:
-        """Whether `make_row_update` supports the moments. They must be fp32: rows lack columns for keys and scales."""
+        """Whether `make_row_update` supports the moments. They must be fp32, because rows have no keys or scales."""
         return self.state_dtype == "float32"
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """Updates of whole matrices, one at a time, with orthogonalization on the host or on the compute device.
 
-A GPU and a CPU round matmuls differently. The compute device therefore computes all matmuls, whatever the homes of the
-blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an update are elementwise and run in
-RAM.
+A GPU and a CPU round matmuls differently. The compute device therefore computes all matmuls, regardless of the homes of
+the blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an update are elementwise and
+run in RAM.
 """
 
 from __future__ import annotations

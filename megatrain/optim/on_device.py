@@ -324,7 +324,7 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
 
 
 def _make_table(rows: Sequence[Sequence[int]], block_elements: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return an address table for kernels, and the number of programs that the table needs. No host sync.
+    """Return an address table for kernels, and the number of programs that the table needs, without a host sync.
 
     Args:
         rows: Rows in the order of `triton_kernels.ROW_COLUMNS`: number of elements, then addresses.
@@ -388,7 +388,7 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
 
 
 def device_squared_norm(gradient: Tensor) -> Tensor:
-    """Return the fp64 sum of squares of a block group's gradient, as a scalar on its device. No host sync.
+    """Return the fp64 sum of squares of a block group's gradient, as a scalar on its device, without a host sync.
 
     The result is bit-identical to `clip.squared_norm`. With Triton, two launches read the gradient once. Without
     Triton, it takes more than a thousand small launches.

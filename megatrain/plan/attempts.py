@@ -43,7 +43,7 @@ class Attempts:
 
     Attributes:
         run: Run of the model, or a copy with a different gradient dtype, tiers or order of micro-batches.
-        profile: Measured rates, which decide which blocks have their home in GPU memory.
+        profile: Measured rates, by which the planner chooses the blocks whose home is GPU memory.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
         max_ahead: Maximum number of visits by which a run with several processes gathers weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
@@ -64,7 +64,7 @@ class Attempts:
             if not isinstance(step, Shortfall):
                 return self._gather_further_ahead(step)
             shortfalls.append(step)
-        # Later programs need less memory, except that the two vocabulary variants can be in either order.
+        # Later programs need less memory, but the vocabulary variants come in either order, so take the smallest need.
         return min((s for s in shortfalls if s.tier == shortfalls[-1].tier), key=lambda s: s.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
@@ -197,7 +197,7 @@ def _with_kept_parts(program: StepProgram, count: int) -> StepProgram:
 
 
 def logit_parts_in_workspace(trace: VisitTrace) -> int:
-    """Return how many vocabulary parts can keep their logits in workspace that the layers need in any case."""
+    """Return how many vocabulary parts can keep their logits in workspace that is reserved for the layers anyway."""
     if trace.head_parts == 1:
         return 1
     trunk = (visit for visit in trace.visits if not visit.is_head)

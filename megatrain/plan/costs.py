@@ -1,4 +1,4 @@
-"""Seconds for which a step keeps processors busy: timed, from the trace's counts, or assumed from the parameter count.
+"""Busy seconds of the processors in a step: timed, derived from the trace, or assumed from the parameter count.
 
 Rates are measured by doctor or marked as assumed. While a GPU computes, the host launches later kernels, so the slower
 of the two determines the time of a step. Without a GPU, the two times add up.
@@ -116,7 +116,7 @@ class HostSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts(ABC):
-    """Seconds for which a step of ``num_tokens`` tokens keeps the processors busy."""
+    """Busy seconds of the processors in a step of ``num_tokens`` tokens."""
 
     step: PlacedStep
     num_tokens: int
@@ -257,7 +257,7 @@ def _host_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
 
 
 def gpu_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
-    """Return the GPU's seconds for updates in GPU memory: the bytes they touch, divided by the memory rate.
+    """Return the GPU's seconds for updates in GPU memory: the touched bytes, divided by the memory rate.
 
     The result includes orthogonalization on the GPU for updates whose other parts run on the host.
     """

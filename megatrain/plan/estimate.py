@@ -47,7 +47,7 @@ def nvme_written_bytes(traffic: Mapping[str, int]) -> int:
 
 
 def _slowest_drive_s(transfers: Iterable[tuple[str, float, float]], drives: Mapping[str, DriveProfile]) -> float | None:
-    """Return the seconds for which the slowest drive is busy, or None if a drive was not measured.
+    """Return the busy seconds of the slowest drive, or None if a drive was not measured.
 
     Args:
         transfers: Tuples of drive key, bytes read and bytes written. Paths on the same file system have the same key.

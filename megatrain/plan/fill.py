@@ -1,4 +1,4 @@
-"""Search for how many layers should save results, to shorten steps in which blocks move.
+"""Search for the number of layers that should save results, to shorten steps in which blocks move.
 
 If no block moves, results use otherwise free memory (kept.py). If blocks move, results also move, or displace blocks.
 Results are added in descending order of operations saved per byte, from the last layer backwards, until steps get no

@@ -53,7 +53,7 @@ _NUM_SCORE_COPIES = 3
 
 
 def forward_run(run: RunSpec) -> RunSpec:
-    """Return the run with its model frozen and checkpoints disabled, so that it needs no drive space for them."""
+    """Return the run with a frozen model and without checkpoints, which would need drive space."""
     checkpoint = replace(run.checkpoint, table=run.checkpoint.table.without_saves())
     return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
 

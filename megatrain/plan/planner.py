@@ -88,7 +88,7 @@ def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
 
 
 def _with_configured_streaming(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which the GPU updates the configured number of groups from RAM, if any."""
+    """Return the plan in which the GPU updates groups from RAM, if the config sets their number."""
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan

@@ -46,8 +46,8 @@ class _CostInputs:
 
     Attributes:
         keys: Blocks whose homes affect the cost: the candidate's blocks and their groups.
-        pattern: Number shared by candidates whose costs are equal whenever the homes of their ``keys``, in order, are
-            equal.
+        pattern: Number of the candidate's pattern. Candidates with the same pattern have equal costs if the homes of
+            their ``keys`` are pairwise equal.
     """
 
     keys: tuple[str, ...]

@@ -38,8 +38,8 @@ def price_step(step: PlacedStep, profile: LoadedProfile, num_tokens: int | None 
 def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | None = None) -> Iterator[Plan]:
     """Yield plans with different shares of RAM and GPU memory left free for copies, the usual share first.
 
-    Homes save traffic, while free memory lets the prefetcher work further ahead. Results are the same. On a GPU, copies
-    of each size get separate buffers if these buffers fit in addition to the homes
+    Homes save traffic, while free memory lets the prefetcher work further ahead. All plans give the same results. On a
+    GPU, copies of each size get separate buffers if these buffers fit in addition to the homes
     (docs/decisions/0025-buffers-made-before-the-first-step.md).
 
     If ``program`` is given, it replaces the plan's program.

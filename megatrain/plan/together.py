@@ -25,7 +25,7 @@ from megatrain.ranks.collectives import RanksDifferError
 #: Collective that returns the values of all ranks, in rank order.
 Gather = Callable[[Any], Sequence[Any]]
 _Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)
-#: Fields whose larger value is the slower one.
+#: Fields in which a larger value means a slower machine.
 _LOSSES = ("computing_s_per_byte", "seconds_per_copy")
 #: Rates that may be missing. If any other rate was not measured, the step's time is not predicted.
 _LIMITS = ("sustained_write_bytes_per_s",)
@@ -58,7 +58,7 @@ class _RankResources:
 
 @dataclass(frozen=True)
 class _SlowestMachine(ThisMachine):
-    """This machine, with the lowest rates over all ranks."""
+    """This machine, with the slowest rates over all ranks."""
 
     lowest: LoadedProfile
 
@@ -146,9 +146,9 @@ def _rates_of(run: RunSpec) -> RankRates:
 
 
 def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping[str, Path]) -> LoadedProfile:
-    """Return the profile with which a rank plans: for every rate, the lowest measured value over all ranks.
+    """Return the profile with which a rank plans: for every rate, the slowest value over all ranks.
 
-    A rate that was not measured on every rank is unknown.
+    A rate that was not measured on every rank is unknown, except for ``_LOSSES`` and ``_LIMITS``.
 
     Args:
         rank: Rank that plans. The names of drives differ between ranks.
@@ -175,7 +175,7 @@ def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping
                 lines.append(f"rates           of {_join_names(names)}, drive of {location}: not measured")
             continue
         drive = _slowest(measured_profiles, rank, slower_ranks)
-        # Locations on one drive here may be on different drives on another rank.
+        # Locations that share a drive on this rank may be on different drives on another rank.
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
     known_drives = {key: drive for key, drive in drives.items() if key not in unknown_keys}
     if slower_ranks:
@@ -185,10 +185,10 @@ def slowest_rates(rank_rates: Sequence[RankRates], rank: int, locations: Mapping
 
 
 def _slowest(records: Sequence[_Record], rank: int, slower_ranks: set[int]) -> _Record:
-    """Return the rank's own record, with each rate replaced by the lowest rate over all ranks.
+    """Return the rank's own record, with each rate replaced by the slowest rate over all ranks.
 
     Args:
-        slower_ranks: Output set: ranks that have a lower rate than another rank are added to it.
+        slower_ranks: Output set, to which ranks with the slowest value of a rate are added, unless all are equal.
     """
     changes: dict[str, Any] = {}
     for name in type(records[rank]).model_fields:

@@ -66,7 +66,7 @@ def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemF
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    match = re.fullmatch(r"(\d+) (\d+)", _read_text(cgroup / "cpu.max").strip())  # "max 100000" without a limit
+    match = re.fullmatch(r"(\d+) (\d+)", _read_text(cgroup / "cpu.max").strip())  # "max 100000" means no limit
     return int(match[1]) / int(match[2]) if match else None
 
 

@@ -202,7 +202,7 @@ def compute_figures(history: RunHistory) -> Figures:
     timed_s = sum(step.get("step_s", 0.0) for step in timed_steps)
     rss_bytes = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
-    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # must match the summary of a run
+    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run, so that their figures agree
     return Figures(
         name=history.name,
         path=str(history.path),

@@ -36,7 +36,7 @@ _OPTIMIZERS = {
     "sgd": ("sgd",),
     "muon": ("muon",),
 }  # fmt: skip
-#: Optimizers that are translated to 8-bit moments in blocks of 256. This includes the 4-bit optimizer.
+#: Optimizers that are translated to 8-bit moments in blocks of 256. The 4-bit optimizer is one of them.
 _QUANTIZED_OPTIMIZERS = {
     "adamw": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"),
     "lion": ("lion_8bit", "paged_lion_8bit"),

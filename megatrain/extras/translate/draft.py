@@ -144,7 +144,7 @@ class Translation:
         self.fill_in("data.train.0.path", "data/train.jsonl", "a file, glob or folder, or the hub name of a data set")
 
     def default(self, values: Mapping[str, Any]) -> None:
-        """Set keys that are not set yet to the tool's defaults, if these differ from the config's defaults."""
+        """Set each unset key to the tool's default, if this differs from the config's default."""
         for config_key, value in values.items():
             if config_key not in self.entries and leaf_schema(config_key).get("default") != value:
                 self.put(config_key, value, note=f"{self.source.title}'s default")
