@@ -97,8 +97,8 @@ class PassOrder:
 
     Attributes:
         mode: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs them one at a time.
-        head_rows: Number of rows whose logits are computed at a time; None for the model's default. Compare only runs
-            with the same value.
+        head_rows: Number of rows whose logits are computed at a time; None for the model's default. Only runs with the
+            same value are comparable.
         head_columns: Number of vocabulary columns computed at a time; 0 for all columns; None for the default.
         is_part_major: Whether all rows use one part of the vocabulary before any row uses the next part.
     """
@@ -359,7 +359,7 @@ class LayerRunner:
         """Run the forward like `evaluate`, and return the log-probability of each row's labels, by micro-batch.
 
         Args:
-            micro_batches: As in `queue`, but the extra inputs of losses are ignored.
+            micro_batches: Micro-batches, in the format of `queue`. The extra inputs of losses are ignored.
         """
         shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
         counts = [[count_labels(row) for row in labels] for labels in shifted]

@@ -139,8 +139,8 @@ class RepeatedPasses(Itinerary):
     """Itinerary of functions that run the model's forward repeatedly, until all of them have ended.
 
     Args:
-        any_rank: Collective that takes whether this rank continues, and returns whether any rank does. All ranks
-            therefore run the same number of passes. None for a single process.
+        any_rank: Collective that takes whether this rank continues, and returns whether any rank continues, so that all
+            ranks run the same number of passes. None for a single process.
         on_pass: Function called before each pass except the first, with the number of the pass.
     """
 

@@ -140,7 +140,7 @@ class StepEngine:
                 self._access.start_step(step_index, immediate_update=update, scales=scales, num_tokens=num_tokens)
             queued_loss = self._queue(micro_batches, seed=self._recipe.seed + step_index)
             self._access.end_step()
-            self._pending = None  # the step has updated all groups
+            self._pending = None  # the step has run the pending update
             # Queue the transfer of loss, norms and metrics to the host.
             read_results = self._access.sharding.collect_results(self._layouts, queued_loss.terms, queued_loss.metrics)
             if self._access.can_update_ahead:

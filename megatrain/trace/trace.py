@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from megatrain.models.graph import ModelGraph
 
-_NUM_TRACED_PIECES = 2  # pieces of the head: one begins the gradient, one adds to it
+_NUM_TRACED_PIECES = 2  # pieces of the head: the first starts the gradient, the second adds to it
 _IMAGES_UNCOUNTED = "images: their number per step is unknown before the run"
 _LOSS_NBYTES = 4  # bytes of the loss per piece, kept until the step ends
 

@@ -78,7 +78,7 @@ class Tracer:
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and self._phase.name == "forward":
-            self._record_retained()  # the backward has not yet freed memory of visits
+            self._record_retained()  # record now, before the backward frees memory
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
         self._phase = PhaseCounts(phase, visit, self.counts.live_nbytes, self.counts.num_storages)
@@ -95,7 +95,7 @@ class Tracer:
         return self._visits[self._phase.visit]
 
     def _record_retained(self) -> None:
-        # Storages that are created before a visit and live until the end of the forward cannot be hidden states.
+        # Count storages that exist before a visit and until the end of the forward. Hidden states are freed earlier.
         for visit in self._visits.values():
             visit.retained_nbytes = self.counts.live_nbytes_before(visit.phases["forward"].first_storage)
 
@@ -188,7 +188,7 @@ class Tracer:
             if first_visit is visit:
                 return cast("Tensor", forward(*args))
             visit.equal_part = first_visit
-            return part.placeholder_result(args)  # the counts of the part that runs include weight gradients
+            return part.placeholder_result(args)  # weight gradients are counted for the part that runs
 
         return run_once
 

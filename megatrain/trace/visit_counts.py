@@ -73,7 +73,7 @@ class RecomputeMeter:
 
     def __init__(self, matrices: Mapping[int, str], counts: CountingMode) -> None:
         self._uses, self._sizes = ProductUses(matrices, count_flops), ResultSizes(matrices, count_flops)
-        self._counts, self._saved_storages = counts, set[int | None]()  # numbers of storages that autograd saved
+        self._counts, self._saved_storages = counts, set[int | None]()  # indexes of storages that autograd saved
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class VisitCounts:
         # Parts are counted as if they got all tokens. Memory keeps this bound; work is scaled by the expected share.
         memory = VisitMemory(held_nbytes, min(held_nbytes, self.retained_nbytes), *peaks, recompute.graph_nbytes)
         saved_shapes = self.saved_shapes
-        # Looking up rows would run the unit again, but saved inputs can be read only once.
+        # If inputs are saved, do not lease by part: looking up rows would read the inputs again, which is not possible.
         partwise_params = frozenset() if saved_shapes else frozenset(self.row_params & (self.looked_up_params or set()))
         is_savable = saved_shapes and unit.part is None and not self.aliases
         products = recompute.unneeded_products

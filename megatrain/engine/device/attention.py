@@ -124,7 +124,7 @@ class AttentionCall:
         """FLOPs for all pairs of tokens. A causal mask does not reduce the FLOPs, as in published kernel benchmarks.
 
         The forward has two matmuls: the scores, and the scores times the values. The backward has five: the scores
-        again, and the gradients of scores, values, queries and keys. Each ragged sequence counts as the longest one.
+        again, and the gradients of scores, values, queries and keys. Each ragged sequence counts like the longest.
         """
         num_pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
@@ -232,7 +232,7 @@ class AttentionCall:
         block, num_pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         num_values = rows * round_up(self.width, block) + rows
-        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; fp32 results serve as accumulators
+        if self.itemsize == _FLOAT_NBYTES:  # fp32 needs the product of output and gradient, but no accumulators
             num_values += rows * self.value_width
         elif max(self.width, self.value_width) > block:
             num_splits = 1

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 _BLOCK_COLUMNS = 1024
 #: Number of logits in a row that a program sums at once, and number of warps per program.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
-#: For `group_rows`: rows per program, and rows compared with them at once. Larger values would exceed the registers.
+#: For `group_rows`: rows per program, and rows compared with them at once. Larger blocks need too many registers.
 _BLOCK_ROWS, _BLOCK_COMPARED = 64, 32
 #: Maximum number of bytes that a GPU thread loads or stores at once.
 _VECTOR_BYTES = 16
@@ -43,7 +43,7 @@ def is_gpu_stand_in(tensor: Tensor) -> bool:
 def treat_fakes_as_gpu(*, enabled: bool) -> Iterator[None]:
     """Within the context, treat fake CPU tensors as tensors on a GPU with Triton. The machine needs neither.
 
-    Otherwise a plan would count the CPU versions of these kernels, of matmuls that add to fp32, and of attention over
+    Otherwise a plan would count the CPU versions of these kernels, of matmuls with fp32 sums, and of attention over
     documents. The setting is process-wide, because a context variable would have a separate value in each greenlet.
 
     Args:

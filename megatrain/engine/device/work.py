@@ -30,12 +30,12 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """FLOPs including those that causal kernels skip, as in published kernel benchmarks."""
+        """FLOPs including skipped FLOPs of causal kernels, as in published kernel benchmarks."""
         return self.product_flops + self.attention_flops
 
     @property
     def computed_flops(self) -> int:
-        """FLOPs without those that causal kernels skip."""
+        """FLOPs without skipped FLOPs of causal kernels."""
         return self.flops - self.skipped_flops
 
     def __add__(self, other: Work) -> Work:

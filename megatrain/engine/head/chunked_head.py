@@ -63,7 +63,7 @@ class HeadTiling:
     Attributes:
         rows: Maximum number of rows per piece.
         columns: Maximum number of columns per part; 0 if the vocabulary is not split.
-        kept_parts: Number of parts per piece, at least one, whose graphs the first pass keeps. Does not affect results.
+        kept_parts: Number of parts per piece whose graphs the first pass keeps, at least one. Does not affect results.
         is_part_major: Whether all rows use one part of the vocabulary before any row uses the next part. If so, no
             graphs are kept. Does not affect results.
     """
@@ -347,7 +347,7 @@ class ChunkedHead:
 
 
 def _bare_output(output: Any) -> Any:
-    """Return a copy of a trunk's output that omits differentiable tensors, which only the auxiliary loss uses."""
+    """Return a copy of a trunk's output without the differentiable tensors that only the auxiliary loss uses."""
     result = copy.copy(output)
     for key, value in output.items():
         if key != "last_hidden_state" and has_differentiable(value):

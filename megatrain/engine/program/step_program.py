@@ -217,7 +217,7 @@ class StepProgram:
             return moved_bytes
         gathered_keys = [key for key, _ in tick.uses if self.is_gathered(key)]
         self._count_collectives(moved_bytes, sum(map(self.gathered_bytes, gathered_keys)), is_gather=True)
-        # Ranks send gradient sums in fp32, whatever the dtype of stored gradients.
+        # Ranks send gradient sums in fp32, regardless of the dtype of stored gradients.
         blocks = [self.contents(tick_index, key) for key, mode in tick.uses if mode != "r"]
         num_elements = sum(block.num_elements for block in blocks if block.kind == "gradients")
         self._count_collectives(moved_bytes, 4 * num_elements, is_gather=False)
@@ -280,7 +280,7 @@ class StepProgram:
             return "ram"
         if tick.visit in self.updates.streamed:
             return self.compute_tier
-        # Check the weight first, because it usually decides the result for layers of many parts. Plans call this often.
+        # Check the weight first. It usually decides, so that many parts need no check. Plans call this method often.
         groups = chain((tick.held,), tick.passing)
         is_local = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_local else "ram"

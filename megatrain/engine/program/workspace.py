@@ -96,7 +96,7 @@ def visit_transients(
 def kept_graphs(
     trace: VisitTrace, program: StepProgram, visits: Collection[int], num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the memory of kept graphs, without the graph that `visit_transients` counts while its visit runs.
+    """Yield the memory of kept graphs, except for the graph that `visit_transients` already counts in a visit's tick.
 
     Args:
         program: Program of a step. It need not keep these graphs yet.
@@ -198,7 +198,7 @@ class _CollectiveMemory:
         self._num_sums = len(self._lanes.rank_sums(self._shards.rank))
         # If the program gathers ahead, a GPU sends sums while the next visit runs.
         self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
-        self._gather_indexes: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers
+        self._gather_indexes: dict[tuple[Phase, int], deque[int]] = {}  # phase, visit -> positions of its gathers
         self._visit_indexes: dict[tuple[Phase, int], int] = {}  # position of each visit's last tick
 
     def transients(self) -> Iterator[Transient]:

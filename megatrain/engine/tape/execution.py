@@ -59,8 +59,8 @@ class TapeExecution:
             else units[model.trace.visits[tick.visit].unit].name
             for tick in model.program.ticks
         }
-        self._op_bytes = computing_bytes(model.trace, model.program)  # by tick
-        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, PinnedCopy]]], Tape] = {}  # two or three per run
+        self._op_bytes = computing_bytes(model.trace, model.program)  # peak memory of each op, by tick
+        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, PinnedCopy]]], Tape] = {}  # two or three, cached
         self._pinned: Mapping[str, PinnedCopy] = {}  # copies that the previous tape kept pinned
         self._first_tick = 0
         self._is_ahead = False  # whether the ops are updates that the schedule places in the next step
@@ -172,7 +172,7 @@ class TapeExecution:
             self._copies.skip_lease(self._uses[key], op.tier)
 
     def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, resumed_uses: Collection[tuple[int, str]] = ()) -> None:
-        """Cancel prefetches for ``uses``, and resume those for ``resumed_uses``. A use is a (tick in the step, key)."""
+        """Cancel prefetches for ``uses``, and resume prefetches for ``resumed_uses``. A use is (tick in step, key)."""
         start = self._first_tick
         self._store.pass_over(
             [(start + tick, key) for tick, key in uses], but_not=[(start + tick, key) for tick, key in resumed_uses]

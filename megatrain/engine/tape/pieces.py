@@ -232,7 +232,7 @@ class UseSiteGradients:
 
     @contextmanager
     def rows(self, name: str, start: int, stop: int) -> Iterator[None]:
-        """Add products to these rows of the leased part within the context."""
+        """Return a context in which products are added to these rows of the leased part."""
         with self._passing_gradients[name].some_rows(start, stop):
             yield
 

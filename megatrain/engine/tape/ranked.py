@@ -491,7 +491,7 @@ class ExchangedGradients:
         accumulator = LaneAccumulator(self._gradients.lanes, make_accumulator(), make_accumulator)
         yield accumulator
         filled_sets = [None if each is None else each.added_names for _, each in accumulator.close()]
-        while len(memories) < len(filled_sets):  # lanes without a micro-batch
+        while len(memories) < len(filled_sets):  # add sums for lanes without a micro-batch
             make_accumulator()
         for memory in memories[len(filled_sets) :]:
             self._window.count(-sum(each.nbytes for each in memory.values()))

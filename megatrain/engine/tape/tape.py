@@ -132,7 +132,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Ops of a step, in order, with the copies that stay pinned after it.
+    """Ops of a step, in order, with the copies that stay pinned after the step.
 
     Attributes:
         pinned: Copies that stay pinned for the next step, by key.

@@ -64,7 +64,7 @@ class KeptGraph(KeptRun):
         self._alias_probes: list[Tensor] = []
 
     def record_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Record the aliases of the outputs that the rest of the model gets and can change in place."""
+        """Record the output aliases that the rest of the model receives. The model can change them in place."""
         self._alias_probes = [version_probe(alias) for alias in aliases]
 
     @contextmanager

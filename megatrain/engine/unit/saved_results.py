@@ -149,7 +149,7 @@ class ResultSizes:
         self._products: dict[str, SavableResults] = {}  # weight's name -> results of its matmuls
 
     def measure(self) -> AbstractContextManager[Any]:
-        """Return a context that measures the results of the run within it."""
+        """Return a context in which the results of a run are measured."""
 
         def measure_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)

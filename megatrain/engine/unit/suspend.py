@@ -136,7 +136,7 @@ class SuspendedForward:
         if self._mirror is None:
             return
         # If a forward reads a weight, it is suspended within a function that the mirror handles. torch deactivates the
-        # mirror during this function and reactivates it when the function returns.
+        # mirror during this function and reactivates it when the function returns, so do not exit the mirror here.
         self._should_enter_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
         if self._should_enter_mirror:
             self._mirror.__exit__(None, None, None)

@@ -139,7 +139,7 @@ class KeptRun:
     num_outputs: int
 
     def record_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Record the aliases of the outputs that the rest of the model gets and can change in place."""
+        """Record the output aliases that the rest of the model receives. The model can change them in place."""
 
     def graph(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[UnitGraph]:
         """Yield the graph of the run.

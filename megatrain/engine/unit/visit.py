@@ -62,7 +62,7 @@ class UnitVisit:
         self._strategy, self._absent_micro_batches = strategy, absent_micro_batches
         self._anchor, self._is_backward_planned = anchor, is_backward_planned
         self._kept_runs: list[KeptRun] = []
-        self._row_indexes: list[list[Tensor]] = []  # row indexes to look up, by passing weight and call
+        self._row_indexes: list[list[Tensor]] = []  # indexes of the rows to look up, by weight and call
         self.pending_outputs: list[Tensor] = []
 
     # -- forward -----------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class VisitSequence:
     """Visits of one pass over a group of micro-batches, in forward order.
 
     Backwards run in reverse order. Autograd skips visits that the loss does not depend on. To follow the program's
-    ticks, each backward first closes the visits that autograd has skipped since the last one.
+    ticks, each backward first closes the visits that autograd has skipped since the previous backward.
 
     Attributes:
         run_backward: Function that runs a visit's backward, given output gradients, and returns input gradients.

@@ -353,7 +353,7 @@ def intercept_leaves(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
 
 def _call_intercepted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     substitute = _SUBSTITUTES.get(func)
-    # Without a graph, no gradient is needed. Under autocast, substitutes return None, so autograd computes it.
+    # Without a graph, no gradient is needed. Under autocast, substitutes return None, and autograd takes over.
     if substitute is not None and torch.is_grad_enabled():
         result = substitute(*args, **kwargs)
         if result is not None:
