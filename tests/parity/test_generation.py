@@ -94,6 +94,7 @@ def test_tokens_match_transformers_for_any_cache_placement(
 def test_every_family_continues_as_transformers_does(family: str) -> None:
     """Sliding windows, linear attention, shared caches: the cache is kept in blocks, or the model is refused."""
     config = tiny_config(family)
+    config.get_text_config(decoder=True).attention_dropout = 0.5  # off in eval mode
     model = build_model(config).eval()
     graph = build_graph(config, dtype=torch.float32, is_trained=False)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import megatrain
 from megatrain.embed.weights import WeightInUseError
 from megatrain.optim.clip import NonFiniteGradientError
 from oracles.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
-from tiered import CapacityError
+from tiered import CapacityError, TieredError
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
@@ -230,6 +231,24 @@ def test_partial_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             optimizer.state_dict()
         run_backward(module, batches(1)[0])
         optimizer.step()
+
+
+def test_update_that_the_store_refuses_stays_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, module = pair_of(make)
+    run_backward(plain, batches(1)[0])
+    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    with small_store(tmp_path) as store:
+        megatrain.offload(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters(), lr=0.1)
+        run_backward(module, batches(1)[0])
+        optimizer.step()
+        with monkeypatch.context() as patched:
+            patched.setattr("megatrain.optim.elementwise.AdamW.update", Mock(side_effect=TieredError("no memory")))
+            with pytest.raises(TieredError, match="no memory"):
+                optimizer.finish_updates()
+        optimizer.finish_updates()
+        for wanted, parameter in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(parameter, wanted)
 
 
 def test_step_during_a_gather_is_refused_without_loss(tmp_path: Path) -> None:
