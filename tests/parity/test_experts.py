@@ -85,6 +85,7 @@ def _compare_with_hugging_face(config: Any) -> ModelGraph:
     model = build_model(config)
     expected = train_step(model, batches, SEED)
     graph = build_graph(config, split_experts=True)
+    assert all(parameter.is_meta for parameter in graph.model.parameters())
     buffers = dict(model.named_buffers())
     for name, buffer in graph.model.named_buffers():
         if name in graph.persistent_buffers():

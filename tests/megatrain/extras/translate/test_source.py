@@ -32,6 +32,14 @@ def test_source_tool_is_detected(tmp_path: Path, text: str, tool: Tool) -> None:
     assert read_source(write(tmp_path, text)).tool == tool
 
 
+@pytest.mark.parametrize(
+    ("name", "first_line"), [("train.sh", ""), ("train", "#!/bin/bash\n"), ("a.sh", "#!/bin/sh\n")]
+)
+def test_script_is_known_by_its_suffix_or_first_line(tmp_path: Path, name: str, first_line: str) -> None:
+    source = read_source(write(tmp_path, f"{first_line}trl sft --model_name_or_path a/b --dataset_name c/d\n", name))
+    assert (source.tool, source.values["model_name_or_path"]) == ("trl", "a/b")
+
+
 def test_source_tool_can_be_given(tmp_path: Path) -> None:
     source = read_source(write(tmp_path, "base_model: a\n"), "trl")
     assert (source.tool, source.title) == ("trl", "TRL")
