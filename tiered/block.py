@@ -64,7 +64,7 @@ class CopyState(enum.Enum):
 
     ABSENT = "absent"  # The copy has no slot.
     FILLING = "filling"  # A transfer or the first write is filling the slot.
-    CLEAN = "clean"  # Equal to the home copy (or the home copy itself), so the store can drop it without a write.
+    CLEAN = "clean"  # Equal to the home copy, so it can be evicted without a write-back. Also an up-to-date home copy.
     DIRTY = "dirty"  # Only this copy has the newest bytes, so it is written back before its slot is reused.
     DRAINING = "draining"  # A write-back is in progress, and the copy is readable.
     STALE = "stale"  # A home slot that was never written, or a home copy that is older than a copy in another tier.

@@ -111,7 +111,7 @@ class NamedAccess:
         return None
 
     def _read_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
-        """Return a byte range of a block from its files, 1-D uint8, or None if the files lack the newest bytes."""
+        """Return a byte range of a block from its files, 1-D uint8, or None if its files are not up to date."""
         movement = self._movement
         with movement.changed:
             block: Block = self._leasing.block(spec.key)

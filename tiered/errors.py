@@ -18,7 +18,7 @@ class TieredError(Exception):
 
 
 class CapacityError(TieredError):
-    """Error for a tier that lacks space, if waiting cannot help.
+    """Error for a tier with too little space. Raised only if waiting cannot help.
 
     Attributes:
         largest_holders: (key, bytes) of the largest slots, largest first.
@@ -60,7 +60,7 @@ class BlockNotFoundError(TieredError, KeyError):
         self.key = key
         super().__init__(f"no block named '{shorten_key(key)}' is registered" + (f" ({hint})" if hint else ""))
 
-    # ``KeyError.__str__`` returns the repr of the argument.
+    # ``KeyError.__str__`` would return the repr of the message.
     def __str__(self) -> str:
         return str(self.args[0])
 

@@ -31,7 +31,7 @@ Digest = xxhash.xxh3_64
 
 #: Maximum size of a document. The limit is generous: a model with 600 B parameters has a manifest of about 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
-_BATCHES_PER_THREAD = 8  # number of batches of paths per thread
+_BATCHES_PER_THREAD = 8  # Small batches balance the load, because some flushes take much longer than others.
 _NUM_SYNC_THREADS = 8  # A drive flushes several files concurrently in about the time of one.
 
 
@@ -179,7 +179,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
         with create_text_file(temporary_path) as file:
             file.write(text)
             if durable:
-                # Flush before the rename, because otherwise a power cut could leave an empty file under the name.
+                # Flush before the rename. Otherwise, a power cut could leave an empty file under the final name.
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary_path, path)
@@ -214,7 +214,7 @@ def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> byte
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = (file.read(max_bytes + 1) or b"") if status.st_size <= max_bytes else b""
-        if max(status.st_size, len(content)) > max_bytes:  # Files in /proc report a size of 0.
+        if max(status.st_size, len(content)) > max_bytes:  # Check both, because files in /proc report size 0.
             raise OSError(errno.EFBIG, f"more than {format_size(max_bytes)}", str(path))
         return content
 

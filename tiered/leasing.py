@@ -1,4 +1,4 @@
-"""Management of leases, which give access to copies. Also handles pins and evictions of copies."""
+"""Granting and ending leases on copies, and pinning and evicting copies."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ class Leasing:
             copy.move(CopyState.DIRTY)
 
     def _invalidate(self, copy: Copy) -> None:
-        """Mark the contents of a copy as undefined, after an abandoned ``w`` lease."""
+        """Discard the contents of a copy after a ``w`` lease was abandoned or not granted."""
         if copy.is_home:
             copy.move(CopyState.STALE)
         else:
@@ -294,7 +294,7 @@ class Leasing:
     # -- refusal -----------------------------------------------------------------------------------------------
 
     def _refuse_futile_wait(self, targets: Sequence[tuple[Block, Copy, Mode]], reason: WaitReason) -> None:
-        """Raise an error if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
+        """Raise an error if waiting cannot help: the tier is too small, or the caller's own lease is in the way."""
         if reason.cause == "lease":
             thread_ids = caller_thread_ids()
             for block, _, mode in targets:
@@ -475,13 +475,13 @@ class Leasing:
             while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
                 movement.changed.wait()
             if nbytes > owner.usage().free_bytes:
-                movement.raise_write_back_error()  # A failed write-back is the most likely reason why space is lacking.
+                movement.raise_write_back_error()  # A failed write-back is the most likely cause.
             owner.reserve(nbytes)
             movement.occupancy.reserved_bytes[tier] += nbytes
             movement.changed.notify_all()
 
 
-#: In older Python versions, ``sys._current_frames`` deadlocks if a garbage collection during the call frees a tensor.
+#: Before Python 3.12, ``sys._current_frames`` deadlocks if a garbage collection during the call frees a tensor.
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
@@ -490,7 +490,7 @@ def caller_thread_ids() -> Sequence[int]:
 
     On a CPU, a backward runs in the calling thread. On a device, it runs in an autograd thread. This thread must not
     wait for leases of the thread that called the backward. In Python 3.11 the calling thread cannot be found, so the
-    deadlock is not detected. If two threads run a backward, both are returned: autograd has one thread per device.
+    deadlock is not detected. If two threads wait for a backward, both are returned: they share the autograd thread.
     """
     own_id = threading.get_ident()
     if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:

@@ -97,7 +97,7 @@ class DirectoryLock:
     _directory_fd: int  # the directory is also locked, in case the LOCK file is deleted; -1 if unsupported
 
     def check(self) -> None:
-        """Raise ``LockedError`` if the LOCK file was deleted or replaced, because others could lock the new file."""
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced. Another process could lock the new file."""
         if not _is_file_at(self._fd, self.path / LOCK_NAME):
             text = f"an unknown process: the file '{self.path / LOCK_NAME}' was deleted or replaced while in use"
             raise LockedError(str(self.path), text)
@@ -138,7 +138,7 @@ def lock_directory(path: Path) -> DirectoryLock:
                 os.close(fd)
                 continue
             if not _is_file_at(fd, path / LOCK_NAME):
-                os.close(fd)  # The file was deleted between the two calls, so lock the file that has the name now.
+                os.close(fd)  # The file was deleted before it was locked, so try again with a new file.
                 if directory_fd >= 0:
                     os.close(directory_fd)
                 continue
@@ -229,7 +229,7 @@ def _lock_folder(path: Path) -> int:
 
 
 def _is_file_at(fd: int, path: Path) -> bool:
-    """Return whether a path leads to the file of an open descriptor."""
+    """Return whether a path still refers to the file of an open descriptor."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except OSError:

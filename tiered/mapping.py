@@ -25,7 +25,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
 
     * Reading returns a **copy** in ordinary memory; ``values()`` and ``items()`` copy one block at a time.
     * ``store[key] = tensor`` writes like ``put``. A block keeps its shape, dtype and home for life, because its slot is
-      fixed. Assigning another shape or dtype raises ``ValueError`` and changes nothing.
+      fixed. Assigning a different shape or dtype raises ``ValueError`` and changes nothing.
     * ``del store[key]`` unregisters a block, but committed generations keep its contents. If a commit is still writing
       the block, ``del`` waits for that commit. If the block is leased, ``del`` raises ``LeaseError`` and keeps the
       block.
@@ -71,7 +71,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
             durable: whether commits include a new block.
 
         Raises:
-            ValueError: the block has another shape, dtype or home. ``register`` and ``acquire`` can raise other errors.
+            ValueError: the block's shape, dtype or home differs. ``register`` and ``acquire`` can raise other errors.
             TypeError: the value is neither a tensor nor an array, or it is an array whose dtype torch does not support.
         """
         tensor = as_tensor(key, tensor)

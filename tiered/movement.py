@@ -41,8 +41,8 @@ class Movement:
         time_s: clock that measures stalls.
         due: bytes per link, by the tick that needs the bytes.
         inflight_bytes: bytes of all fetches in progress.
-        failed_write_backs: errors of write-backs. If an error is added while a caller waits for space, the caller
-            raises it.
+        failed_write_backs: errors of all failed write-backs. If an error is added while a caller waits for space, the
+            caller raises it.
         write_back_errors: errors of failed write-backs, by block. The newest bytes of these blocks are not at home.
     """
 
@@ -104,7 +104,7 @@ class Movement:
         """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
-            tick: tick that needs the copy. Without ``on_demand``, only copies whose next use is later are evicted.
+            tick: tick that needs the copy. Without ``on_demand``, only copies not needed until later are evicted.
 
         Raises:
             UninitializedBlockError: the block has no contents.
@@ -112,7 +112,7 @@ class Movement:
         target = block.copy_in(tier)
         newest_copy = block.newest()
         if newest_copy is not None and newest_copy.drop_when_clean:
-            # The copy is being evicted. If it were used again, the number of moved bytes would depend on timing.
+            # Finish the eviction first. If the copy were reused, the number of moved bytes would depend on timing.
             reason = self.write_back(block, newest_copy) or self.transfer_wait_reason(newest_copy, "drain")
             if reason is not None:
                 return reason
@@ -204,7 +204,7 @@ class Movement:
         if relay is not None and relay.state.is_valid:
             hops.pop(0)
         elif relay is not None:
-            if relay.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write its copy.
+            if relay.state is CopyState.FILLING:  # A fetch of the same bytes is in progress, so reuse its copy.
                 return WaitReason("fill", relay.transfer)
             slot = self.make_space(block, hop, tick=self.prefetcher.tick, on_demand=True, will_retry=False)
             if slot is None:
@@ -292,11 +292,11 @@ class Movement:
     def make_space(
         self, block: Block, tier: str, *, tick: int, on_demand: bool, home: bool = False, will_retry: bool = True
     ) -> Slot | None:
-        """Return a slot in ``tier``, or None if space is still lacking. Evicts copies in the policy's order.
+        """Return a slot in ``tier``, or None if there is not enough space yet. Evicts copies in the policy's order.
 
         Args:
             home: whether the slot is the block's home slot.
-            will_retry: whether the caller retries after an eviction. If False, drops a buffer of another size at once.
+            will_retry: whether the caller retries after an eviction. If False, a buffer of another size can be dropped.
         """
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
@@ -305,7 +305,7 @@ class Movement:
             is_buffer_coming = will_retry and self.occupancy.evicting_copy(block, tier) is not None
             if is_buffer_coming or not on_demand:
                 return None
-            # No buffer of this size will become free, so a buffer of another size must be dropped.
+            # No buffer of this size will become free in time, so the allocation drops a buffer of another size.
         slot = owner.allocate(nbytes, name=name, home=home)
         if slot is not None:
             return slot
@@ -373,8 +373,8 @@ class Movement:
     def start_blocked(self) -> bool:
         """Start blocked write-backs of evicted copies if space is now free. Return whether any started.
 
-        They start even if no caller needs the space. Otherwise the number of moved bytes would depend on timing: a copy
-        may or may not be written before its next use.
+        Write-backs start even if no caller needs the space. Otherwise the number of moved bytes would depend on timing:
+        a copy might or might not be written before its next use.
         """
         num_blocked = len(self._blocked)
         for copy, block in list(self._blocked.items()):

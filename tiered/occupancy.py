@@ -1,4 +1,4 @@
-"""Counts of the space that slots take, and that copies can use, in each tier. Callers hold the store's lock."""
+"""Space that is in use, and space that is left for copies, in each tier. Callers hold the store's lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Occupancy:
     def __init__(self, tiers: Sequence[Tier], blocks: Mapping[str, Block]) -> None:
         """
         Args:
-            blocks: the store's registered blocks. The store changes this mapping later.
+            blocks: the store's registered blocks. The store adds and removes entries later.
         """
         self._tiers, self._blocks = {tier.name: tier for tier in tiers}, blocks
         # Check optional protocols only here, because isinstance with a protocol is slow.
@@ -84,7 +84,7 @@ class Occupancy:
         owner.keep_buffers({size: homes[size] + count for size, count in counts.items()})
 
     def slot_bytes(self, block: Block, tier: str) -> int:
-        """Return the bytes of a block's slot in a tier. Cached, because every change walks the whole schedule."""
+        """Return the bytes of a block's slot in a tier. Cached, because every walk of the schedule calls this often."""
         nbytes = block.slot_bytes.get(tier)
         if nbytes is None:
             nbytes = block.slot_bytes[tier] = self._tiers[tier].slot_bytes(block.spec.nbytes)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class FetchSchedule:
     """Scheduled accesses of the blocks that are used outside their home at least once. Other blocks need no fetch.
 
-    Every change in the store walks the schedule, and most blocks may stay at home. Walking all accesses would be slow.
+    The prefetcher walks the schedule after every change in the store. If most blocks stay at home, this saves time.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
@@ -77,7 +77,7 @@ def next_fetches(
         budget.take(access, inspect(access)[1])
         if access.mode != "r":
             settled_keys.add(access.key)
-    budget.counted_copies.clear()  # Copies in use now will be evicted before their next use, which needs space again.
+    budget.counted_copies.clear()  # Copies in use now can be evicted before their next use, which needs space again.
     for tick, access in schedule.walk(current_tick):
         key = access.key
         is_counted = key in settled_keys and (key, access.tier) in budget.counted_copies
@@ -94,7 +94,7 @@ def next_fetches(
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
-        # A skipped access still takes its space and its turn, because it may happen after all.
+        # A skipped access still counts toward space and look-ahead, because it may happen after all.
         if not is_present and (tick, key) not in skipped_reads:
             yield Access(tick, key, access.tier, access.mode)
 
@@ -116,7 +116,7 @@ class _FreeBytes:
         self.counted_copies: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
-        """Subtract the bytes of an access, once per copy. Return False if a tier lacks space."""
+        """Subtract the bytes of an access, once per copy. Return False if a tier has too little space."""
         hop_needs = self._hop_bytes(access) if self._hop_bytes is not None else None
         if not hop_needs:  # This common case is inlined, because a step calls this method about 10,000 times.
             tier, copy_id = access.tier, (access.key, access.tier)
@@ -213,7 +213,7 @@ class Prefetcher:
             return
         self._is_pumping = True
         try:
-            # Start blocked write-backs first, because fetches must not take their intermediate space.
+            # Start blocked write-backs first, because they need intermediate space that fetches could take.
             self._mover.start_blocked()
             state = self.fetch_state()
             if state == self.idle_state:
@@ -227,7 +227,7 @@ class Prefetcher:
                     return
                 have_all_started &= obstacle == ""
             if have_all_started:
-                self.idle_state = state  # Use the earlier state: if a copy has left since, search again.
+                self.idle_state = state  # Keep the old state: if a copy was evicted since, search again.
         finally:
             self._is_pumping = False
 

@@ -243,8 +243,8 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
     """End several leases of one store; see ``Lease.release`` and ``Lease.abandon``.
 
     Raises:
-        LeaseError: a lease was already released; no lease has changed. Or torch wrote to the tensor of an ``r`` lease;
-            all leases have ended.
+        LeaseError: a lease was already released (no lease is changed), or torch wrote to the tensor of an ``r`` lease
+            (all leases have ended).
     """
     for lease in leases:
         if lease._released:

@@ -73,7 +73,7 @@ class Schedule:
         return cls(trace.accesses, period)
 
     def of(self, predicate: Callable[[Access], bool]) -> Schedule:
-        """Return the same schedule with only the accesses for which ``predicate`` returns True."""
+        """Return a copy of the schedule with only the accesses for which ``predicate`` returns True."""
         accesses = filter(predicate, self.accesses)
         return Schedule(accesses, self.period, self.end, start=self.start, deferred=self.deferred)
 
@@ -117,7 +117,7 @@ class Schedule:
         spans = [(base, range(start, len(self.accesses)))]
         if self.period is not None:
             spans.append((base + self.period, range(start)))
-        all_used = not self.deferred and self.end is None  # Every tick is used, and all ticks are later than the start.
+        all_used = not self.deferred and self.end is None  # Then every tick after the start is used.
         for span_start, indices in spans:
             for index in indices:
                 access = self.accesses[index]

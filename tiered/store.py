@@ -59,7 +59,7 @@ class TieredStore(BlockMapping):
         clock: virtual time, for simulated tiers and links.
 
     Raises:
-        ValueError: tiers have equal names, or paths that contain each other.
+        ValueError: there are no tiers, two tiers have the same name, or their folders overlap.
         GenerationError: ``path`` has a committed generation and ``overwrite`` is False. The tiers stay open.
     """
 
@@ -87,7 +87,7 @@ class TieredStore(BlockMapping):
             try:
                 refuse_committed(path)
             except GenerationError:
-                del tiers  # The traceback keeps this frame alive, so ``tiers`` would keep the tiers' locks.
+                del tiers  # The traceback keeps this frame alive, and this variable would keep the locks.
                 raise
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
@@ -111,7 +111,7 @@ class TieredStore(BlockMapping):
         A block keeps its recorded home if ``tiers`` has a tier with that name; otherwise its home is the slowest tier.
 
         Raises:
-            GenerationError: there is no generation, a part of it is missing, or its format is newer than this package.
+            GenerationError: no generation exists, a part is missing, or a newer version of this package wrote it.
             CorruptBlockError: a block is damaged.
         """
         if not os.path.isdir(path):  # Check before the new store creates the directory.
@@ -149,14 +149,14 @@ class TieredStore(BlockMapping):
         return self._generations.num_kept
 
     def keep_also(self, get_generations: Callable[[], Collection[int]] | None) -> None:
-        """Make commits also keep the generations that ``named()`` returns, for example for other checkpoints.
+        """Make commits also keep the generations that ``get_generations()`` returns, e.g. for other checkpoints.
 
         Every commit calls ``get_generations`` on its thread. The kept bytes do not count toward a file tier's capacity.
         """
         self._generations.keep_also = get_generations
 
     def keep_only(self, get_generations: Callable[[], Collection[int]]) -> None:
-        """Make commits keep only the new generation and the generations that ``named()`` returns.
+        """Make commits keep only the new generation and the generations that ``get_generations()`` returns.
 
         Use it for checkpoints across several stores, where only the caller knows which generations belong together.
         Every commit calls ``get_generations`` on its thread.
@@ -180,8 +180,8 @@ class TieredStore(BlockMapping):
         """Declare a block and reserve its home slot. In a ``ReadOnlyTier``, the block has its contents immediately.
 
         Raises:
-            CapacityError: the home tier lacks space.
-            TransferError: the machine lacks space, for example because a disk is full.
+            CapacityError: the home tier is too small.
+            TransferError: the machine has too little memory or disk space.
             ValueError: the key is in use or malformed, the tier is unknown, a durable block is in a read-only tier, or
                 the home is more than two links away from an addressable tier.
         """
@@ -275,7 +275,7 @@ class TieredStore(BlockMapping):
         return self._leasing.acquire_many(requests, stream=stream, timeout_s=timeout_s)
 
     def prefetch(self, key: str, tier: str) -> Transfer:
-        """Start fetching a copy. This is a hint: it never blocks, and without space the transfer is ``skipped``."""
+        """Start fetching a copy. This is a hint: it never blocks. If space is short, the transfer is ``skipped``."""
         return self._leasing.prefetch(key, tier)
 
     # -- rows and streams (BlockMapping has whole blocks by name) ----------------------------------------------
@@ -294,8 +294,8 @@ class TieredStore(BlockMapping):
     def write_rows(self, key: str, start: int, tensor: Writable) -> None:
         """Replace rows of a block, beginning at row ``start``.
 
-        The store fetches the whole block into the nearest tier and writes it back when it is evicted or committed, so
-        several calls can share one write.
+        The store fetches the whole block into the nearest addressable tier, and writes it back on eviction or commit.
+        Several calls can therefore share one write-back.
 
         Raises:
             ValueError: the rows are out of range, or their shape or dtype differs. ``acquire`` can raise other errors.
@@ -307,8 +307,8 @@ class TieredStore(BlockMapping):
         """Yield leases on blocks one at a time, and prefetch the next blocks as far as space allows.
 
         Each lease ends before the next one begins, and the last lease ends with the loop. The look-ahead needs no
-        setting: the store fetches copies in order while all of them fit next to the homes, so no fetch evicts another
-        copy.
+        setting: the store fetches copies in order while all of them fit next to the homes, so no fetch evicts a copy
+        that is needed earlier.
 
         Raises:
             ValueError: the caller has set a schedule. ``acquire`` can raise other errors.
@@ -339,7 +339,7 @@ class TieredStore(BlockMapping):
         Waits for transfers in progress, because copies still take space while they are being evicted.
 
         Raises:
-            CapacityError: the tier lacks space even after these transfers.
+            CapacityError: the tier is too small even after these transfers.
             TransferError: a write-back failed.
         """
         self._leasing.reserve(tier, nbytes)
@@ -347,10 +347,9 @@ class TieredStore(BlockMapping):
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
         """Allocate buffers for a tier's copies now, so that later leases and fetches allocate nothing.
 
-        Afterwards, copies use only buffers of exactly their size. If there is none, the prefetcher skips the copy, and
-        a lease waits until a copy of this size is evicted. A request that fits the free bytes always succeeds: as a
-        last resort, a buffer of another size is dropped. Call this method after all homes are registered. Tiers can
-        ignore it.
+        Afterwards, copies use buffers of exactly their size. If no such buffer is free, the prefetcher skips the
+        copy, and a lease waits until a copy of this size is evicted. If none can be evicted, the lease drops buffers of
+        other sizes. Call this method after all homes are registered. Tiers can ignore it.
 
         Args:
             counts: number of simultaneous copies, by slot size in bytes. If empty, no buffers are kept.
@@ -375,7 +374,7 @@ class TieredStore(BlockMapping):
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Set the access schedule and the prefetcher's look-ahead (None: only space limits it; 0: no prefetching)."""
+        """Set the schedule, and the prefetcher's look-ahead: limited only by space if None; no prefetching if 0."""
         with self._changed:
             self._movement.prefetcher.set_schedule(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
@@ -440,7 +439,7 @@ class TieredStore(BlockMapping):
         """Commit the current contents of all durable blocks as a generation that survives a crash.
 
         Returns as soon as a hard link or a read lease protects every block. A background thread then writes the leased
-        blocks. If a block's home is neither files nor addressable, the block is written before the call returns.
+        blocks. If a block's home is neither a file tier nor addressable, the block is written before the call returns.
 
         Raises:
             GenerationError: the store has no directory for commits.
@@ -455,15 +454,14 @@ class TieredStore(BlockMapping):
 
         Homes can differ from the homes at the commit. If a block's files are on the paths of its home tier, the tier
         adopts them by hard links; otherwise the contents are read into the home. After an error, the caller can load an
-        older generation. Later commits prune generations that are newer than the loaded one when they need the space.
+        older generation. Later commits prune generations that are newer than the loaded one first.
 
         Args:
             generation: number of the generation; default: the current one.
             on_bytes: called with the size of each block after it is filled.
 
         Raises:
-            GenerationError: there is no generation, a part of it is missing, or its blocks differ from the registered
-                blocks.
+            GenerationError: no generation exists, a part is missing, or its blocks differ from the registered blocks.
             CorruptBlockError: a block is damaged.
             TransferError: a drive returned an error.
             LeaseError: a block is leased.

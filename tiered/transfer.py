@@ -17,7 +17,7 @@ class Transfer:
     ``stream`` can use the bytes; the host does not wait for the device.
 
     Attributes:
-        skipped: whether a prefetch had no space or nothing to do. A skipped transfer is done and has moved nothing.
+        skipped: whether there was no space or nothing to move. A skipped transfer is done and has moved nothing.
         event: device event recorded after the copy, or None. ``event.query()`` returns whether the copy has ended.
     """
 
@@ -56,7 +56,7 @@ class Transfer:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the transfer and its callbacks have ended. After an eviction's write-back, the copy is gone.
+        """Wait until the transfer and its callbacks have ended. An evicted copy is then gone.
 
         Raises:
             TimeoutError: the transfer did not end within ``timeout_s`` seconds.
@@ -108,7 +108,7 @@ class WaitReason:
     Attributes:
         cause: one of ``STALL_CAUSES``.
         transfer: transfer whose error the waiting caller raises, or None.
-        tier: for cause ``space``, the tier that lacks space.
+        tier: for cause ``space``, the tier that is full.
         need_bytes: for cause ``space``, the size of the slot.
     """
 

@@ -211,7 +211,7 @@ class ZarrStore(Store):
             with self._store.acquire(block_key, self._tier, "r", timeout_s=self._timeout_s) as lease:
                 part = lease.tensor[range_of(lease.tensor.numel(), byte_range)]
                 if part.is_cuda and prototype.buffer is not cpu.Buffer:
-                    # The lease and the caller's kernels use the current stream, so the clone is ordered.
+                    # The lease and the caller's kernels use the current stream, so the clone needs no synchronization.
                     return prototype.buffer.from_array_like(part.clone())
                 # `cpu()` returns the same tensor for host memory, so clone it to outlive the lease.
                 copy = part.clone() if part.device.type == "cpu" else part.cpu()
@@ -232,7 +232,7 @@ class ZarrStore(Store):
             self._write(current_key, value)
             return
         new_key = next(block_key for block_key in self.block_keys(key) if block_key != current_key)
-        self._forget(new_key)  # The block exists if a commit interrupted an earlier replacement.
+        self._forget(new_key)  # Exists if the opened generation was committed during a replacement.
         self._store.register(new_key, (len(value),), torch.uint8, home=self._home, durable=self._durable)
         try:
             self._write(new_key, value)

@@ -8,11 +8,11 @@ __all__ = ["DESIRABLE", "IGNORED_LABEL", "LOSS_PREFIX", "MARGIN", "REFERENCE", "
 IGNORED_LABEL = -100
 #: Prefix of the keys that only losses read; a model's forward does not get them.
 LOSS_PREFIX = "loss."
-#: Keys of a teacher's next-token scores: top ids [B, S, k], their log-probabilities [B, S, k], other tokens' [B, S].
+#: Keys of a teacher's next-token scores: top ids and their log-probabilities [B, S, k], and the rest's [B, S].
 TEACHER_KEYS = ("loss.teacher_ids", "loss.teacher_log_probs", "loss.teacher_rest_log_probs")
 #: Key of the reference model's log-probability for each row's answer, [2 P] fp32.
 REFERENCE = "loss.reference_logps"
-#: Key of a flag for each example that is set if the first answer is desirable, [P] bool.
+#: Key of the flags that mark the examples whose first answer is desirable, [P] bool.
 DESIRABLE = "loss.desirable"
 #: Key of the margin by which each pair's chosen text should score higher, [P] fp32.
 MARGIN = "margin"

@@ -222,7 +222,7 @@ class Piece:
 
     Attributes:
         start: Index of the first element in the part's block.
-        rows: Indexes along the parameter's first dimension. A scalar has one row.
+        rows: Indices along the parameter's first dimension. A scalar has one row.
         columns: Range of elements in a single row. None for whole rows.
     """
 

@@ -1,6 +1,6 @@
 """Names that several packages use: files in a run's folder, and properties of optimizers.
 
-Imports no torch, so that ``status`` starts fast.
+Does not import torch, so that ``status`` starts fast.
 """
 
 from __future__ import annotations

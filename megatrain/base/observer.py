@@ -1,7 +1,7 @@
 """Reports of a run, as records and as lines of text, and the protocol for observers of a run.
 
 The console, ``status.json``, ``metrics.jsonl`` and every tracker receive the same ``StepMetrics`` object for a step.
-Imports no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoredRecord:
 
         Raises:
             TypeError: A field is missing or has the wrong type.
-            ValueError: A text is not a number.
+            ValueError: A numeric field has text that is not a number.
         """
         arguments = {item.name: values[item.name] for item in fields(cls) if item.name in values}
         parsers = {item.name: _PARSERS[str(item.type)] for item in fields(cls) if str(item.type) in _PARSERS}
@@ -90,9 +90,8 @@ class StepMetrics(StoredRecord):
         written_bytes: Bytes written during this step, by path on a drive.
         link_bytes: Bytes moved for use in this step, by link, such as ``"ram->nvme"``.
         link_busy_s: Seconds of this step with at least one transfer in progress, by link.
-        ranks: Metrics of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
-            ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields
-            describe rank 0.
+        ranks: For each process of a multi-process run: ``step_s``, ``tier_used_bytes``, ``stall_s``, ``link_bytes``,
+            ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields describe rank 0.
         rss_bytes: Resident memory of the process.
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
         model_flops: Floating-point operations, excluding recomputation and padding. 0 if unknown.
@@ -244,7 +243,7 @@ class RunSummary(StoredRecord):
         num_steps: Number of finished steps, including those before a resume.
         mean_losses: Mean losses over the first and over the last ``num_averaged`` steps. None if unknown.
         num_averaged: Number of steps in each mean of ``mean_losses``.
-        seconds: Training time over all starts, without the export.
+        seconds: Training time over all starts of the run, excluding the export.
         num_real_tokens: Tokens without padding, over all steps.
         num_trained_tokens: Tokens with a label, over all steps.
         tier_peak_bytes: Peak bytes in use, by tier.
@@ -307,7 +306,7 @@ class RunObserver:
     """
 
     def on_ready(self, step: int | None) -> None:
-        """Called when all checks before training have passed. ``step`` is the checkpoint's step, or None if new."""
+        """Called when all checks before training have passed. ``step`` is the resumed checkpoint's, or None."""
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts."""

@@ -1,7 +1,7 @@
 """Keys of other tools: how ``megatrain-tier import`` treats each key, and the config key that replaces it.
 
 Plain data that imports nothing from the project. The config package uses it for advice on unknown keys, and
-``megatrain.extras.translate`` to translate files. A row that also changes the value names a conversion of that package.
+``megatrain.extras.translate`` to translate files. If a value also changes, its row names a conversion of ``translate``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
-#: Names in messages of the tools whose files are translated.
+#: Names of the tools whose files are translated, as shown in messages.
 TOOL_TITLES: dict[Tool, str] = {
     "llamafactory": "LLaMA-Factory",
     "axolotl": "Axolotl",
@@ -34,7 +34,7 @@ class Row(NamedTuple):
         reason: Reason why the key, or a value outside ``choices``, is unneeded or lost.
         note: Advice for a user who writes the key into a config of this project, in addition to ``config_key``.
         tool: Title of the tool that has the key.
-        choices: Value in the config, or None for the default, by the tool's value.
+        choices: Mapping from each of the tool's values to the value in the config, or to None for the default.
     """
 
     conversion: str
@@ -83,7 +83,7 @@ def _lost(reason: str, config_key: str = "", note: str | None = None, tool: str 
 
 
 def _lost_unless(value: Any, reason: str) -> Row:
-    """Return a row for a key without an equivalent, whose ``value`` matches this project's behavior."""
+    """Return a row for a key that is lost unless its value is ``value``, which matches this project's behavior."""
     return Row("lost", "", reason, reason, "", {value: None})
 
 
@@ -168,7 +168,7 @@ _SHARED = _set_tool(_TRANSFORMERS, {
     "per_gpu_train_batch_size": _copy("training.per_device_train_batch_size", tool=TRANSFORMERS_4),
     "evaluation_strategy": _choice("evaluation.eval_strategy", _STRATEGY, tool=TRANSFORMERS_4),
     "per_gpu_eval_batch_size": _copy("evaluation.per_device_eval_batch_size", tool=TRANSFORMERS_4),
-    # Keys with a conversion of their values.
+    # Keys whose values are converted.
     "optim": _row("optimizer", "optimizer.optim"),
     "warmup_steps": _row("warmup", "optimizer.warmup_steps"),
     "bf16": _row("half_precision", "precision.compute_dtype", _BFLOAT16),
@@ -188,10 +188,10 @@ _SHARED = _set_tool(_TRANSFORMERS, {
     "model_revision": _REVISION,
     "chat_template": _row("chat_template", "model.chat_template"),
     "chat_template_path": _row("chat_template", "model.chat_template", tool=_TRL),
-    # Without an equivalent.
+    # Keys without an equivalent.
     "trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
     **_rows("push_to_hub hub_model_id", _lost(_NOT_UPLOADED)),
-    # Not needed.
+    # Keys that are not needed.
     **_rows("fsdp fsdp_config low_cpu_mem_usage device_map max_memory", _unneeded(PLANNER)),
     "fsdp_version": _unneeded(PLANNER, tool=_AXOLOTL),
     **_rows("""gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
@@ -488,7 +488,7 @@ _MEGATRAIN_KEYS = _set_tool(_MEGATRAIN, {
     "logging.enable_timing": _unneeded("every step is timed"),
 })  # fmt: skip
 
-#: Names of tools whose files are not translated.
+#: Keys of tools whose files are not translated, for advice on unknown keys.
 OTHER_KEYS = {
     **_set_tool(_TRANSFORMERS, {
         "block_size": _copy("data.max_length"),

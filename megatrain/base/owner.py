@@ -1,4 +1,4 @@
-"""Finds the running process that holds the lock of a run's folder, and sends signals to it. Imports no torch."""
+"""Find the running process that holds the lock of a run's folder, and send it signals. Does not import torch."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Size:
         """Parse text into a size. Return a Size unchanged.
 
         Raises:
-            ValueError: Not text, no unit, or a percentage above 100. The message states the remedy.
+            ValueError: The value is not text, has no unit, or is out of range. The message states the remedy.
         """
         if isinstance(value, cls):
             return value
@@ -110,7 +110,7 @@ def parse_rate(value: object) -> float:
     """Parse a rate such as ``"2.0GB/s"``, and return it in bytes per second.
 
     Raises:
-        ValueError: Not a size per second.
+        ValueError: The value is not a size per second, or is zero.
     """
     match = _RATE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -133,7 +133,7 @@ def parse_interval(value: object) -> float:
     """Parse a positive duration such as ``"1h30min"``, and return it in seconds.
 
     Raises:
-        ValueError: Not text, no unit, an unknown unit, or zero. The message states the remedy.
+        ValueError: The value is not text, has a missing or unknown unit, or is zero. The message states the remedy.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'{value} has no unit. Write "{value}min" or "{value}s"')

@@ -1,7 +1,7 @@
 """Base of config tables. A table is a frozen pydantic model, in which each field holds all facts about one key.
 
 Each table belongs to the package that reads it (``megatrain.optim.table``). ``megatrain.config.schema`` combines the
-tables. These modules must import fast.
+tables. Table modules must import fast.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def key(
         default: Default value. Without it, the key is required.
         alters: Whether a different value changes the results of a resumed run. None to use the table's value.
         same_name: Tools in which the key has the same name and meaning.
-        used_if: Another key in the table, with its values for which this key has an effect.
+        used_if: Another key in the table, mapped to the values for which this key has an effect.
         field_options: Further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     extra: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}

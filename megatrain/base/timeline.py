@@ -1,6 +1,6 @@
-"""Timeline of traced steps for Perfetto, with computation, transfers and stalls.
+"""Timeline of traced steps for Perfetto, with computation, transfers and stalls. Does not import torch.
 
-The file is in Chrome's Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing. Imports no torch.
+The file is in Chrome's Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Timeline:
 
     Attributes:
         is_recording: Whether spans are collected.
-        read_usage: Function, called at each op, that returns the bytes in use by tier. None to collect no usage.
+        read_usage: Function that returns the bytes in use, by tier. Called at each op. None to collect no usage.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def _cgroup_limits(root: Path, own_cgroup: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield each cgroup's folder, with the names under which it has its limit, its usage, and its file cache."""
+    """Yield each cgroup's folder, the names of its limit and usage files, and its file-cache key in ``memory.stat``."""
     try:
         lines = [line.split(":", 2) for line in own_cgroup.read_text().split("\n") if line]
     except OSError:
@@ -57,7 +57,7 @@ def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, s
 
 
 def _memory_stat(folder: Path, name: str) -> int:
-    """Return a value in ``memory.stat``, for subtracting file cache, which counts as used but is freed on demand."""
+    """Return a value from ``memory.stat``, such as the file cache, which counts as used but is freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().split("\n")
     except OSError:

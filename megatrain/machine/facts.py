@@ -26,7 +26,7 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 
     Args:
         folder: Folder in which the config will be. The folder's drive comes first, with a path relative to the folder.
-        tiers: Resources with the size "auto".
+        tiers: Resources of this machine, with all sizes set to "auto".
     """
     device = tiers.machine.resolve_device("auto")
     return MachineFacts(
@@ -38,7 +38,7 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
-    """Yield the drive of ``folder``, then the other writable drives, ordered by free space."""
+    """Yield the drive of ``folder``, then the other writable drives: recommended ones first, then by free space."""
     own_file_system, free_bytes = file_system_of(folder), disk_usage(folder).free
     yield Drive(_STATE_FOLDER, free_bytes, own_file_system.kind, _objection(own_file_system, free_bytes))
     drives: list[Drive] = []

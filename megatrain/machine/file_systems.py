@@ -119,7 +119,7 @@ def file_system_number(path: Path) -> int:
 
 
 class Space(NamedTuple):
-    """Total and free bytes of a memory or a file system."""
+    """Total and free bytes of RAM, GPU memory or a file system."""
 
     total: int
     free: int

@@ -1,4 +1,4 @@
-"""Format of machine files: TOML with a machine's figures and their origins, for planning its runs on other machines.
+"""Format of machine files: TOML with a machine's figures and their origins, so that any machine can plan its runs.
 
 The package contains files for common machines (``megatrain/machine/machines``). ``doctor --save-profile`` writes a
 file. A figure is a table. Its key ``is`` has the value with its unit. Exactly one other key states the origin:
@@ -92,7 +92,7 @@ class Bandwidth(Figure):
 
 
 class Flops(Figure):
-    """Achieved floating-point operations per second in large matmuls."""
+    """Achieved floating-point operations per second, in large matmuls or in attention."""
 
     value: Annotated[float, _per_second("FLOP", "794TFLOP/s"), Field(alias="is", gt=0)]
 

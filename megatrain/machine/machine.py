@@ -63,7 +63,7 @@ class Machine(ABC):
 
     @abstractmethod
     def drive_spaces(self, table: TiersConfig, output_dir: Path) -> list[Space]:
-        """Return the total bytes of each ``[[tiers.nvme]]`` path, and the bytes that the size "auto" stands for."""
+        """Return the total bytes of each ``[[tiers.nvme]]`` path, and the bytes that the size "auto" resolves to."""
 
     @abstractmethod
     def drive_keys(self, paths: Sequence[Path]) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from megatrain.machine.file_systems import file_system_of
 from tiered.units import GiB
 
-#: Age in days above which plans report how old their rates are. They still use them.
+#: Age in days above which plans report how old their rates are. Plans still use older rates.
 STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -93,7 +93,7 @@ class MachineProfile(_Record):
             not measured.
         elementwise_bytes_per_s: Same keys -> bytes/s that other layer operators read and write. Empty if not measured.
         launches_per_s: Operator calls per second of a CPU thread, including a step's Python code. None if not measured.
-        drives: Rates of each drive, by the device of its file system.
+        drives: Rates of each drive, by the drive's key (see ``Machine.drive_keys``).
     """
 
     host: str
@@ -224,4 +224,4 @@ def _reason(error: OSError | ValueError) -> str:
 
 def _machine_key(host: str, cpu: str, ram_bytes: int) -> str:
     """Return the identifier of a machine: host name, processor and RAM."""
-    return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels report sizes that differ by some MiB
+    return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # sizes differ by a few MiB between kernels

@@ -86,7 +86,7 @@ def chunk_files(
     Args:
         other_folders: folders of the same array on other paths, searched for files that are missing in ``folder``.
         chunk_bytes: size of each file, if already known.
-        moved_paths: current paths of moved drives, by recorded path. Links to recorded paths are resolved with it.
+        moved_paths: current paths of moved drives, by recorded path. Used to resolve links to recorded paths.
 
     Raises:
         GenerationError: the folder has no array.
@@ -100,7 +100,7 @@ def chunk_files(
         raise GenerationError(f"the document of block '{spec.key}' in '{folder}' claims {len(starts)} files. {ADVICE}")
     for index, start in enumerate(starts):
         paths = [_current_path(root / "c" / str(index), moved_paths) for root in (folder, *other_folders)]
-        path = next((path for path in paths if path.exists()), paths[0])  # A dangling link does not "exist".
+        path = next((path for path in paths if path.exists()), paths[0])  # ``exists`` is False for a dangling link.
         files.append(ChunkFile(path, start, chunk_bytes))
     return files
 
@@ -341,7 +341,7 @@ def check_pieces(
     checksums: Sequence[str],
     generation: int | None = None,
 ) -> None:
-    """Raise ``CorruptBlockError`` if a piece's checksum is not the expected one. It describes the first such piece.
+    """Raise ``CorruptBlockError`` for the first piece whose checksum differs from the expected one.
 
     Args:
         generation: number of the generation, for the message.

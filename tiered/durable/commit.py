@@ -196,7 +196,7 @@ class FrozenBlocks:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
-                self._advance_write_back(block)  # Start all write-backs first, so that the drive has a queue.
+                self._advance_write_back(block)  # Start all write-backs first, to keep the drive's queue full.
         # Write the ownership notes before any link. If this process crashes, the notes show that this store owns the
         # files.
         for tier in self._movement.durable_tiers.values():
@@ -304,7 +304,7 @@ class FrozenBlocks:
                 copy.lease.release()
 
     def figures(self) -> CommitFigures:
-        """Return the sizes and durations up to now."""
+        """Return the commit's sizes and durations so far."""
         written_specs = [copy.block.spec for copy in self._copies if copy.lease is not None]
         return CommitFigures(
             nbytes=self.num_bytes,
@@ -332,7 +332,7 @@ class FrozenBlocks:
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
         owner_tier = self._owner_tier
         if owner_tier is not None:
-            owner_tier.snapshots.count(array_bytes(spec))  # Count first, to free space by deleting kept files.
+            owner_tier.snapshots.count(array_bytes(spec))  # Count first: counting deletes kept files to make space.
         try:
             return write_array(self.folder, spec, contents_of(tensor))
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Rule by which all readers of committed generations find the current locations of a generation's drives.
+"""How all readers of committed generations find the current locations of a generation's drives.
 
 If a folder was copied or moved, its drives may have moved with it. A reader therefore looks for each drive first at the
 same place relative to the directory of generations, and then at the recorded path.
@@ -46,14 +46,14 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
         subfolder = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
-        # Arrays are on the first path, so an array's location gives the common parent of this path and the directory.
+        # Arrays are on the first path. An array's relative location reveals its common parent with the directory.
         location = "." if block is None else os.path.normpath(block.location.removesuffix(subfolder) or ".")
         depth = Path(location).parts.count("..")
         common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - depth)))
         base = Path(os.path.abspath(directory), *[".."] * depth)
         for path in map(Path, paths):
             nearby = path if block is None else Path(os.path.normpath(base / os.path.relpath(path, common)))
-            is_moved = nearby != path  # If the directory was not moved, skip reading the note.
+            is_moved = nearby != path  # If the directory was not moved, skip reading the ownership notes.
             is_outside = is_moved and not holds_part(nearby, manifest)
             is_outside = is_outside and (holds_part(path, manifest) or _belongs_to_other_store(nearby, manifest.store))
             places[path] = DrivePlace(path, nearby, path if is_outside else nearby)
@@ -61,13 +61,13 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
 
 
 def holds_part(path: Path | str, manifest: Manifest) -> bool:
-    """Return whether a path has a part of a generation: a folder with its number that belongs to no other store."""
+    """Return whether a path has a snapshot folder with the generation's number that no other store owns."""
     folder = Path(path, SNAPSHOT_FOLDER, generation_name(manifest.generation))
     return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", manifest.store) == manifest.store
 
 
 def _belongs_to_other_store(path: Path, store: str) -> bool:
-    """Return whether all snapshots on a path belong to other stores, for example to a run next to the copy."""
+    """Return whether a path has snapshots that all belong to other stores, for example to an unrelated run."""
     owners = {read_note(note).get("id", store) for note in path.glob(f"{SNAPSHOT_FOLDER}/*/{OWNER_NAME}")}
     return bool(owners) and store not in owners
 

@@ -265,7 +265,7 @@ class Generations:
                 else:
                     forget_current(store.path)
         for generation in old_generations:
-            # Delete the manifest before its files are reused, because after a crash no manifest may name reused files.
+            # Delete the manifest before its files are reused. Otherwise, a crash could leave it naming reused files.
             forget_generation(store.path, generation)
             for tier in self._file_tiers:
                 tier.snapshots.release(generation_name(generation), store)
@@ -407,7 +407,7 @@ class Generations:
         )
 
     def _loader(self, reader: GenerationReader) -> _Loader:
-        store, _ = self._prepare_directory()  # The reader found the generation, so this is the right directory.
+        store, _ = self._prepare_directory()  # The reader found a generation, so the directory is safe to claim.
         return _Loader(self._movement, self._leasing, reader, store)
 
     def _mark_abandoned(self, reader: GenerationReader) -> None:
@@ -432,7 +432,7 @@ class Generations:
             home, expected = slot.resource, slot.resource.checksums
             if expected is None:
                 return 0
-            block.home.readers += 1  # While it has a reader, other threads cannot change or free the block.
+            block.home.readers += 1  # The reader count keeps other threads from changing or freeing the block.
         try:
             checksums = read_array(home.files, block.spec)
         finally:
@@ -574,7 +574,7 @@ class _Loader:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
                 starts = range(0, len(leases), _BLOCKS_PER_TASK)
                 futures = [threads.submit(read, leases[start : start + _BLOCKS_PER_TASK]) for start in starts]
-                wait(futures)  # Wait for all reads, because no thread may write to a slot after the lease has ended.
+                wait(futures)  # Wait for all reads, even if one fails: no read may outlive the leases.
                 for future in futures:
                     future.result()
 
@@ -598,7 +598,7 @@ class _Loader:
             home = files_of(slot)
             home.checksums, home.is_flushed = self.reader.blocks[block.spec.key].xxh3_64, True
             is_adopted = True
-        except (GenerationError, CapacityError):  # The files are elsewhere or have another size, so read the block.
+        except (GenerationError, CapacityError):  # The files are elsewhere or have a different size, so read the block.
             pass
         finally:
             with movement.changed:

@@ -1,4 +1,4 @@
-"""Manifests of generations. A manifest lists the parts and checksums of a committed state.
+"""Manifests of generations. A manifest lists a generation's blocks with their checksums and locations.
 
 ``snap/<generation>/MANIFEST.json`` describes a generation. It is written after all files that it names, so every
 generation with a manifest is complete. Then a rename atomically replaces ``MANIFEST.json`` at the top, which names the
@@ -99,7 +99,7 @@ def top_text(generation: int) -> str:
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
     """Commit a generation: write its manifest, then make the generation current. Both steps survive a power cut.
 
-    The caller has flushed all files that the manifest names (``flush_contents``, ``Snapshots.sync``).
+    The caller must have flushed all files that the manifest names (``flush_contents``, ``Snapshots.sync``).
 
     Raises:
         OSError: the drive returned an error. The previous generation is still current. If only the last flush failed,
@@ -176,7 +176,7 @@ def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def top_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Explain in a sentence why the top file does not name the newest generation. Return None if it does.
+    """Return a sentence that explains why the top file does not name the newest generation, or None if it does.
 
     Raises:
         NewerFormatError: a newer version of this package wrote the file.
@@ -213,10 +213,10 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the generation number in the top file, or None without this file. A newer generation may exist.
+    """Return the generation number in the top file, or None if the file is missing. A newer generation may exist.
 
     Raises:
-        GenerationError: the file is damaged or newer than this package.
+        GenerationError: the file is damaged, or a newer version of this package wrote it.
     """
     path = Path(directory, MANIFEST_NAME)
     if not path.exists():

@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner in a folder's note: the store's id, and its directory of generations then. Both are "" if unreadable."""
+    """Contents of an ownership note: the store's id and directory. Both are "" if the note is damaged."""
 
     id: str
     path: str
@@ -61,9 +61,8 @@ class StoreIdentity:
     def owns(self, folder: Path) -> bool:
         """Return whether this store owns a folder ``<path>/snap/<generation>``.
 
-        In its own directory, the store owns every folder except those with another store's note. Elsewhere, the note
-        must have this store's id. If it names a different directory, that directory must have been moved here, not
-        copied.
+        In its own directory, the store owns folders with its own note or without a note. Elsewhere, the note must have
+        this store's id. If it names a different directory, that directory must have been moved here, not copied.
         """
         owner = read_owner(folder)
         # Resolve links, because this store does not own another user's files behind a link.

@@ -65,7 +65,7 @@ _NUM_THREADS = 4
 
 
 class GenerationReader:
-    """One committed generation, read-only. The reader takes no lock, so a running process can remove the generation.
+    """Read-only view of a committed generation. Takes no lock, so a running store can prune the generation.
 
     Args:
         generation: number of the generation. Default: the generation that the top file names if it is the newest,
@@ -78,7 +78,7 @@ class GenerationReader:
         notice: sentence that explains why the generation in the top file was not chosen, or None.
 
     Raises:
-        GenerationError: the generation does not exist, or its manifest is damaged or newer than this package.
+        GenerationError: the generation does not exist, or its manifest is damaged or has a newer format.
     """
 
     piece_bytes = PIECE_BYTES
@@ -125,7 +125,7 @@ class GenerationReader:
         record = self.blocks[key]
         try:
             dtype = dtype_from_name(record.dtype)
-        except ValueError as error:  # The generation is intact, so do not fall back to an older one.
+        except ValueError as error:  # The generation is intact, so the caller must not open an older one.
             raise NewerFormatError(f"block '{key}' of generation {self.generation}: {error}") from error
         try:
             spec = BlockSpec(key, record.shape, dtype, record.home)
@@ -241,7 +241,7 @@ class GenerationReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Read the whole generation, and yield one sentence per problem, which names the file.
+        """Read the whole generation, and yield one sentence per problem. Each sentence names the file.
 
         Args:
             on_block: called with each block's record after the block is checked.
@@ -367,7 +367,7 @@ class _Inspection:
             return
         self._checked_paths.add(root)
         top, base = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
-        # If a crash follows a commit, the document lists the previous generation until the next commit.
+        # If a commit crashes before it updates the document, the list stays outdated until the next commit.
         yield from self._document_problems(top, base, lambda: directory_document(top, base), allow_stale=True)
         yield from self._document_problems(root.parent, group_document())
         keys = [record.key for record in self._reader.manifest.blocks]

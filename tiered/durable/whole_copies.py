@@ -95,10 +95,10 @@ class WholeCopies:
         the removal of the generation. After an error, no part of the copy remains.
 
         Args:
-            on_piece: called after each piece (at most 16 MiB) is read, written or compared. An error ends the copy.
+            on_piece: called after each piece (at most 16 MiB) is read or compared. An exception aborts the copy.
 
         Returns:
-            Number and sizes of the copy. The number is the generation's, or a larger one if that is taken.
+            Number and sizes of the copy. The number is higher than all others here, and at least the generation's.
 
         Raises:
             CorruptBlockError: the generation or the copy is damaged.

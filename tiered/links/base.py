@@ -74,7 +74,7 @@ class LinkedTier(Protocol):
 
         A ``ReadOnlyTier`` returns one link, to the neighbour.
 
-        The method must start no threads and use no device. Links do this at their first transfer.
+        The method must not start threads or use a device. Links do so at their first transfer.
         """
         ...
 
@@ -124,7 +124,7 @@ class Workers:
 
     Args:
         num_reserved: number of threads that urgent jobs leave free for ordinary jobs. A drive can read and write at the
-            same time, so if all threads read, half of the bandwidth is unused.
+            same time, so if all threads read (urgent), its write bandwidth is unused.
     """
 
     def __init__(self, num_threads: int, name: str, *, num_reserved: int = 0) -> None:
@@ -165,7 +165,7 @@ class Workers:
                 job()
             except BaseException:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            del job  # The job may hold a reference to the memory of a slot.
+            del job  # Otherwise, an idle thread could keep a slot's memory alive.
             with self._changed:
                 self._num_urgent_running -= is_urgent
 

@@ -120,8 +120,8 @@ class CudaLink:
 
     def _fail(self, lane: _Lane, transfer: Transfer, cause: Exception) -> None:
         if lane.stream is not None:
-            # The copy may have been queued before the error, and no slot may be freed while bytes move. If the device
-            # is broken, this raises again, and no bytes move.
+            # Wait, because the copy may have been queued before the error, and the slots must not be freed while bytes
+            # move. If the device is broken, this raises again, but then no bytes move.
             with contextlib.suppress(Exception):
                 lane.stream.synchronize()
         self._finish(transfer, cause)

@@ -28,7 +28,7 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 PART_BYTES = 16 * MiB
 _MIN_THREADS = 8
 _THREADS_PER_PATH = 4
-_RESERVED_SHARE = 2  # Reads leave 1/2 of the threads free for writes.
+_RESERVED_SHARE = 2  # Reads leave 1/2 of the threads to writes.
 #: Resource of a transfer's memory slot.
 Memory = HostSlab | DeviceBuffer
 
@@ -206,7 +206,7 @@ class FileEngine:
                 self._move(job, part, is_write)
                 if not is_write and self.tier.verify == "always":
                     self._verify(job, job.mark_moved(part))
-            except TieredError as cause:  # Its message is already complete: damage, wear limit, truncated file.
+            except TieredError as cause:  # The message is complete, e.g. about damage or the wear limit.
                 error = cause
             except OSError as cause:
                 error = self._transfer_error(cause, part, is_write)

@@ -45,7 +45,7 @@ class KvikioMover:
     """``PartMover`` with kvikio. Thread-safe. Raises an error in a forked child, where kvikio would hang.
 
     Files stay open between parts. They are identified by inode, so a snapshot's file is never confused with the new
-    file of the same name. At most 128 files stay open, and opening a file closes deleted ones.
+    file of the same name. At most 128 files stay open. Opening a file also closes files that were deleted.
 
     All movers of a process share kvikio's settings. With kvikio's default settings (one thread, the kernel's cache),
     I/O would be three times slower.
@@ -203,7 +203,7 @@ class KvikioMover:
         return TransferError(text, tier=self._tier.name, path=str(file.path), offset=offset)
 
     def _translate(self, cause: RuntimeError, file: ChunkFile, offset: int) -> OSError:
-        """Return the system error that ends kvikio's message, or a ``TransferError`` with the whole message."""
+        """Return the system error named at the end of kvikio's message, or a ``TransferError`` with the message."""
         message = str(cause).rsplit(": ", 1)[-1]
         if message in _ERRNO_BY_TEXT:
             return OSError(_ERRNO_BY_TEXT[message], message, str(file.path))

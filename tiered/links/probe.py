@@ -23,7 +23,7 @@ _DRIVER_PATHS = ("/proc/modules", "/run/udev")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvikioProbe:
-    """Result of a probe. A fact can be true only if the facts before it are true.
+    """Result of a probe, in the order of its steps. If a step fails, the facts of later steps keep their defaults.
 
     Attributes:
         libcuda: whether the NVIDIA driver's library can be loaded.

@@ -78,7 +78,7 @@ def links_between(fast_tier: Tier, slow_tier: Tier, *, has_device: bool = False)
     """Return the links between two tiers, or an empty sequence if they cannot be linked.
 
     Args:
-        has_device: whether a tier with ``past_ram`` needs a library that can access device memory.
+        has_device: whether the store has a tier in device memory. If so, ``past_ram`` requires GPUDirect Storage.
 
     Raises:
         ValueError: a ``links_with`` returns wrong links.
@@ -113,7 +113,7 @@ def _check_directions(tier: Tier, neighbour: Tier, slow_tier: Tier, links: Seque
 
 
 def make_mover(tier: NvmeTier, *, needs_gds: bool = False) -> PartMover:
-    """Return the file mover that a tier's ``engine`` selects. For GPU memory, this is always kvikio.
+    """Return the file mover that a tier's ``engine`` selects. If ``needs_gds`` is True, this is always kvikio.
 
     Raises:
         TieredError: ``engine`` is ``kvikio`` but kvikio is missing or does not work, or GPUDirect Storage fails.

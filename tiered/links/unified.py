@@ -70,10 +70,10 @@ class UnifiedTier(GpuTier):
         self.num_drops += 1  # The pool's lock guards this counter.
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: a ``UnifiedBuffer``), or None if space is lacking.
+        """Return a slot (resource: a ``UnifiedBuffer``), or None if there is not enough space.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger, or CUDA cannot pin the memory.
+            TransferError: the machine has less free memory than the ledger shows, or CUDA cannot pin the memory.
         """
         slot_bytes = self.slot_bytes(nbytes)
         try:
@@ -99,7 +99,7 @@ class UnifiedTier(GpuTier):
 
 
 class DeviceOrderedLink:
-    """Wrapper of a RamTier's link for slots of a UnifiedTier. Bytes move after the device has finished using them.
+    """Wrapper of a RamTier's link for slots of a UnifiedTier. Bytes move only after the device has stopped using them.
 
     Streams do not order file I/O. If the device still uses a slot, a thread of the link waits for the device; other
     slots move at once. After a read has ended, kernels that are queued later see the bytes.
@@ -124,7 +124,7 @@ class DeviceOrderedLink:
         host_slot = Slot(slot.tier, slot.nbytes, slot.slot_bytes, buffer.slab)
 
         def start() -> Transfer:
-            buffer.slab.tensor[slot.nbytes :] = 0  # The padding goes to disk, so clear the bytes of earlier blocks.
+            buffer.slab.tensor[slot.nbytes :] = 0  # Padding is written to disk, so clear bytes of earlier blocks.
             return self._link.submit(*((host_slot, dst_slot) if is_write else (src_slot, host_slot)), nbytes)
 
         if buffer.is_idle():

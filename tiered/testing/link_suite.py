@@ -14,7 +14,7 @@ from tiered.transfer import Transfer
 
 
 class LinkSuite(PairSubject):
-    """Tests for a tier's links. Subclass it and define ``make_tier``; pytest collects the tests::
+    """Tests for a tier's links. Subclass this suite and define ``make_tier``; pytest collects the tests::
 
         class TestMyLinks(LinkSuite):
             def make_tier(self, capacity_bytes: int) -> Tier:

@@ -13,11 +13,13 @@ _NUM_CASES = 50
 
 
 class PolicySuite(ABC):
-    """Tests for a policy. Subclass it and define ``make_policy``; pytest collects the tests::
+    """Tests for a policy. Subclass this suite and define ``make_policy``; pytest collects the tests::
 
-    class TestMyPolicy(PolicySuite):
-        def make_policy(self) -> EvictionPolicy:
-            return MyPolicy()
+        class TestMyPolicy(PolicySuite):
+            def make_policy(self) -> EvictionPolicy:
+                return MyPolicy()
+
+    Every test creates new policies.
     """
 
     @abstractmethod
@@ -42,7 +44,7 @@ class PolicySuite(ABC):
             self.make_policy().rank(tuple(candidates), tick)  # A policy must accept any sequence.
 
     def test_rank_is_repeatable(self) -> None:
-        """A repeatable rank keeps the number of moved bytes independent of the number of waits."""
+        """The store ranks again after every wait, so a changing rank would make the moved bytes depend on timing."""
         policy, cases = self.make_policy(), _cases()
         rankings = [list(policy.rank(candidates, tick)) for candidates, tick in cases]
         for (candidates, tick), ranking in zip(cases, rankings, strict=True):

@@ -23,7 +23,7 @@ _FAST_UNITS, _SLOW_UNITS = 5, 24
 
 
 class StoreSuite(PairSubject):
-    """Tests for a store on a tier. Subclass it and define ``make_tier``; pytest collects the tests::
+    """Tests for a store on a tier. Subclass this suite and define ``make_tier``; pytest collects the tests::
 
         class TestMyStore(StoreSuite):
             def make_tier(self, capacity_bytes: int) -> Tier:

@@ -47,7 +47,7 @@ class TierSubject(ABC):
         raise unittest.SkipTest(f"{type(self).__name__} does not define exhaust_memory() to simulate a lack of space")
 
     def allocate(self, tier: Tier, nbytes: int, name: str) -> Slot:
-        """Return a slot; fail if the tier lacks space."""
+        """Return a slot; fail the test if the tier is too full."""
         slot = tier.allocate(nbytes, name=name, home=not self.takes_copies)
         assert slot is not None, f"no space for {nbytes} bytes: {tier.usage()}, slot_bytes {tier.slot_bytes(nbytes)}"
         return slot
@@ -103,7 +103,7 @@ class PairSubject(TierSubject):
             write_pair = (fast_tier.name, slow_tier.name)
             yield Rig(fast_tier, slow_tier, links_by_pair[write_pair], links_by_pair[write_pair[::-1]])
         except BaseException:
-            thread = threading.Thread(target=close, daemon=True)  # A link that hangs must not hide the error.
+            thread = threading.Thread(target=close, daemon=True)  # A hanging link must not hide the error.
             thread.start()
             thread.join(TIMEOUT_S)
             raise

@@ -18,7 +18,7 @@ _NUM_UNITS = 8
 
 
 class TierSuite(TierSubject):
-    """Tests for a tier. Subclass it and define ``make_tier``; pytest collects the tests::
+    """Tests for a tier. Subclass this suite and define ``make_tier``; pytest collects the tests::
 
         class TestMyTier(TierSuite):
             def make_tier(self, capacity_bytes: int) -> Tier:

@@ -60,11 +60,11 @@ class Tier(Protocol):
         ...
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot, or None if the tier lacks space.
+        """Return a slot, or None if the tier is too full.
 
         Args:
             name: key of the block. A file tier derives file names from the key.
-            home: whether the slot lives as long as its block. Files are preallocated, so this fails on a full disk.
+            home: whether the slot lives as long as its block. Files are preallocated, so the call fails on a full disk.
 
         Raises:
             TransferError: the ledger has space, but the machine does not (disk full, out of memory).
@@ -83,7 +83,7 @@ class Tier(Protocol):
         """Charge bytes outside any slot (workspace, staging) to the ledger. A negative number returns bytes.
 
         Raises:
-            CapacityError: the tier lacks space.
+            CapacityError: the tier is too full.
         """
         ...
 
@@ -138,7 +138,7 @@ class DescribingTier(Tier, Protocol):
     """A tier that stores a description of each home slot."""
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Record the shape and dtype of a home slot. The store calls this once, after the allocation."""
+        """Record the shape and dtype of a home slot. The store calls this when it allocates or adopts the slot."""
         ...
 
 
@@ -189,7 +189,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def take(self, slot_bytes: int) -> bool:
-        """Charge a slot. If space is lacking, charge nothing and return False."""
+        """Charge a slot. If there is not enough space, charge nothing and return False."""
         with self._lock:
             if self.used_bytes + slot_bytes > self.capacity_bytes:
                 return False
@@ -207,7 +207,7 @@ class Ledger:
         """Charge bytes outside any slot. A negative number returns bytes.
 
         Raises:
-            CapacityError: the tier lacks space; nothing is charged.
+            CapacityError: the tier is too full; nothing is charged.
         """
         with self._lock:
             free_bytes = self.capacity_bytes - self.used_bytes

@@ -116,10 +116,10 @@ def _is_pool_file(file: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Files on one path that belong to a generation which its store no longer lists.
+    """Files on one path that belong to a generation that its store no longer lists.
 
     Attributes:
-        nbytes: space that removing this orphan frees, if all orphans on the path are removed.
+        nbytes: this orphan's part of the space that removing all orphans on the path frees.
         is_store_gone: whether the store is no longer at ``store_path``. It may have been moved, or its drive may be
             missing, so ask before removing the orphan. If False, the store exists but does not list the generation.
     """

@@ -147,7 +147,7 @@ class TierDirectory:
     def _write_own_document(self) -> None:
         """Write and flush the document that claims the directory. Tiers refuse a directory without this document."""
         document = group_document({"page_bytes": PAGE_BYTES})
-        if read_own_attributes(self.path) != own_attributes(document):  # The document may also list members.
+        if read_own_attributes(self.path) != own_attributes(document):  # Ignore a list of members in the document.
             write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:
@@ -160,13 +160,13 @@ class TierDirectory:
     def __del__(self) -> None:
         """Release the lock of a tier that was dropped without ``close``, e.g. after an error in a store's constructor.
 
-        A forked child does not release its parent's lock. When the process ends, its name stays in the LOCK file.
+        A forked child does not release its parent's lock. At exit, the LOCK file keeps the name, as after a crash.
         """
         if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
             self.close()
 
     def check_lock(self) -> None:
-        """Raise ``LockedError`` if the LOCK file was deleted or replaced, because others could lock the new file."""
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced. Another process could lock the new file."""
         assert self._lock is not None, "directory used after close"
         self._lock.check()
 
@@ -331,7 +331,7 @@ def files_below(root: Path) -> Iterator[Path]:
 
 
 def statuses_below(root: Path) -> Iterator[os.stat_result]:
-    """Yield the status of each chunk file below ``root``. Skips files that another process removes meanwhile."""
+    """Yield the status of each chunk file below ``root``. Skips files that another process has just removed."""
     yield from _statuses(files_below(root))
 
 
@@ -436,7 +436,7 @@ def _preallocate(path: Path, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None  # Errors from fallocate lack the path.
+        raise OSError(error.errno, error.strerror, str(path)) from None  # fallocate omits the path.
     finally:
         os.close(fd)
 

@@ -82,11 +82,11 @@ class DeviceBuffer:
 class GpuTier:
     """Tier in device memory. Every slot is a separate buffer of exactly the slot's (rounded) size.
 
-    Uses no device before the first slot. Inside its segments, torch's allocator rounds buffers above 1 MiB up to 2 MiB.
-    So leave a few percent of the device's memory outside the tier.
+    Uses no device before the first slot. Inside its segments, torch's allocator rounds buffers above 1 MiB up to a
+    multiple of 2 MiB, so leave a few percent of the device's memory outside the tier.
 
-    The tier allocates buffers on a separate stream. So torch never passes memory that queued kernels still use from
-    another stream to the tier, or from the tier to another stream. A copy into a new buffer need not wait.
+    The tier allocates buffers on a separate stream. So torch never gives the tier memory that another stream's kernels
+    still use, and never gives the tier's memory to another stream. A copy into a new buffer need not wait.
 
     A slot reuses a buffer of its size, preferably an idle one, so that steps neither allocate nor wait.
     ``keep_buffers`` allocates buffers before the first step. A buffer is dropped for another size only if there is no
@@ -100,7 +100,7 @@ class GpuTier:
         device: CUDA device (default: the current one), or ``"cpu"`` to test a three-tier setup in host memory.
 
     Attributes:
-        num_drops: number of buffers returned to the device, to make space or at the end.
+        num_drops: number of buffers returned to the device, to make space or on ``close``.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class GpuTier:
                 buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work on ``stream`` wait for all recorded uses of the slot's buffer, also by earlier slots."""
+        """Make later work on ``stream`` wait for all recorded uses of the slot's buffer, including by earlier slots."""
         if self._is_cuda:
             buffer_of(slot).order_before(stream)
 
@@ -180,10 +180,10 @@ class GpuTier:
         return round_up(nbytes, self.alignment_bytes)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot with a ``DeviceBuffer`` as its resource, or None if space is lacking.
+        """Return a slot with a ``DeviceBuffer`` as its resource, or None if there is not enough space.
 
         Raises:
-            TransferError: the device has less free memory than the ledger.
+            TransferError: the device has less free memory than the ledger shows.
         """
         slot_bytes = self.slot_bytes(nbytes)
         if slot_bytes == 0:
@@ -212,7 +212,7 @@ class GpuTier:
         """Allocate the missing buffers; see ``BufferTier``.
 
         Raises:
-            TransferError: the device has less free memory than the ledger.
+            TransferError: the device has less free memory than the ledger shows.
         """
         try:
             self._pool.keep(counts)
@@ -224,7 +224,7 @@ class GpuTier:
         return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous view of the slot. Call ``order_before`` for a stream before using the view there."""
+        """Return a contiguous view of the slot. Before using it on a stream, call ``order_before`` for the stream."""
         return view_as(buffer_of(slot).tensor, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:

@@ -58,7 +58,7 @@ class FullDrives:
         """Wait a moment after a failed write; the caller then retries. The first call in a pause notifies the user.
 
         Raises:
-            OSError: the drive is not full or waiting is disabled. Raises ``cause``.
+            OSError: the drive is not full, or waiting is disabled. The error is ``cause``.
         """
         if cause.errno not in _NO_SPACE or self._on_full != "pause":
             raise cause
@@ -66,8 +66,8 @@ class FullDrives:
             is_first = path not in self._full_paths
             self._full_paths.add(path)
         if is_first:
-            # The failed write may be one file of many. If only this file fitted, the next file would cause another
-            # pause.
+            # The failed write may be one file of many. Ask for enough space for all of them, because otherwise the next
+            # file would cause another pause.
             need_bytes = max(need_bytes, self._outstanding_bytes(path))
             self._notice(
                 f"the drive of '{path}' is full ({os.strerror(cause.errno)}): paused, nothing is lost. Free at least "

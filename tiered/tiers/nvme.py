@@ -143,7 +143,7 @@ class NvmeTier:
         return plan_chunks(nbytes, self._rates, self._chunk_bytes).slot_bytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot with preallocated ``HomeFiles``, or None if space is lacking.
+        """Return a slot with preallocated ``HomeFiles``, or None if there is not enough space.
 
         Raises:
             TransferError: a drive returned an error (full, read-only, ...). No file is left behind.
@@ -224,7 +224,8 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Open a file for writing and return its descriptor. Replaces files that snapshots link. Raises ``OSError``."""
-        # Hold the lock: if another thread replaced the file after the open, the snapshot would have its only link.
+        # Hold the lock: if another thread replaced the file after the open, only the snapshot would still link the
+        # opened file, and writes would change the snapshot.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
@@ -280,7 +281,7 @@ class NvmeTier:
         sync_paths([file.path for file in files], self._flush)
 
     def _outstanding_bytes(self, path: str) -> int:
-        """Return the bytes that snapshots can still add to a path: its share of the reservation minus its files."""
+        """Return the bytes that a path can still grow: its slots and its share of reservations, minus its files."""
         index = self.paths.index(path)
         with self._lock:
             homes = [files_of(slot) for slot in self._slots.values()]

@@ -51,7 +51,7 @@ class SlabPool(Generic[Buffer]):
     def keep(self, counts: Mapping[int, int]) -> None:
         """Allocate the missing buffers of each size. Buffers of these sizes are dropped last.
 
-        Stops without an error if space is lacking. Raises the errors of ``make``.
+        Stops without an error if there is not enough space. Raises the errors of ``make``.
 
         Args:
             counts: number of buffers by size, including buffers in use.
@@ -86,7 +86,7 @@ class SlabPool(Generic[Buffer]):
             return self.free_bytes >= nbytes
 
     def take(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of exactly ``nbytes`` with undefined contents, or None if space is lacking.
+        """Return a buffer of exactly ``nbytes`` with undefined contents, or None if there is not enough space.
 
         If ``make`` raises an error, the ledger stays unchanged.
         """
@@ -124,7 +124,7 @@ class SlabPool(Generic[Buffer]):
         """Charge bytes outside the pool. Drops pooled buffers if needed. A negative number returns bytes.
 
         Raises:
-            CapacityError: space is lacking. Nothing is charged.
+            CapacityError: there is not enough space. Nothing is charged.
         """
         with self._lock:
             self._ledger.reserve(nbytes)
@@ -148,7 +148,7 @@ class SlabPool(Generic[Buffer]):
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 
     def _num_surplus(self, nbytes: int) -> int:
-        """Return the number of pooled buffers of a size that exceed the request of ``keep``."""
+        """Return how many pooled buffers of a size exceed the number requested with ``keep``."""
         num_surplus = max(0, self._num_buffers[nbytes] - self._kept_counts.get(nbytes, 0))
         return min(len(self._pooled_buffers[nbytes]), num_surplus)
 

@@ -36,7 +36,7 @@ _POPULATE_BYTES = 256 * MiB  # bytes that a thread makes resident per task
 _MAX_POPULATE_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MEMORY = Path("/proc/meminfo")
-_GROWTH_S = 2.0  # If a virtual machine does not grow for this long, it has no more memory.
+_GROWTH_S = 2.0  # If a virtual machine's memory does not grow for this long, it is exhausted.
 _NODES_WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers of mbind, which the C library does not wrap
@@ -245,7 +245,7 @@ class HostSlab:
         pin_s: seconds spent on pinning.
 
     Raises:
-        OSError: the machine lacks memory (ENOMEM).
+        OSError: the machine is out of memory (ENOMEM).
     """
 
     def __init__(self, nbytes: int, *, pin: bool = False, spare_pages: SparePages | None = None) -> None:
@@ -396,7 +396,7 @@ class RamTier:
         num_unpinned_slabs: number of slabs that could not be pinned. Copies from these slabs to a device are slow and
             block the link's thread.
         huge_page_bytes: bytes of slabs on huge pages.
-        num_drops: number of slabs dropped, to make space or at the end.
+        num_drops: number of slabs dropped, to make space or on ``close``.
         made_bytes: bytes of all slabs created so far.
         populate_s: seconds spent making slabs resident.
         pin_s: seconds spent pinning slabs.
@@ -421,7 +421,7 @@ class RamTier:
 
     def _make(self, nbytes: int) -> HostSlab:
         pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
-        # The ledger already includes the new slab.
+        # ``free_bytes`` already excludes the new slab.
         self._spare_pages.trim(self._pool.free_bytes, next_bytes=0 if pin else nbytes)
         try:
             slab = HostSlab(nbytes, pin=pin, spare_pages=self._spare_pages)
@@ -449,10 +449,10 @@ class RamTier:
         return round_up(nbytes, PAGE_BYTES)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot with a ``HostSlab`` as its resource, or None if space is lacking.
+        """Return a slot with a ``HostSlab`` as its resource, or None if there is not enough space.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger.
+            TransferError: the machine has less free memory than the ledger shows.
         """
         slot_bytes = self.slot_bytes(nbytes)
         if slot_bytes == 0:
@@ -487,7 +487,7 @@ class RamTier:
         """Allocate the missing slabs; see ``BufferTier``.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger.
+            TransferError: the machine has less free memory than the ledger shows.
         """
         try:
             self._pool.keep(counts)

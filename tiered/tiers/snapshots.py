@@ -36,7 +36,7 @@ from tiered.units import PAGE_BYTES
 
 @runtime_checkable
 class DurableTier(DescribingTier, Protocol):
-    """A tier whose files a commit can hard-link and a load can adopt: ``NvmeTier``, or another with ``Snapshots``.
+    """A tier whose files a commit can hard-link and a load can adopt: ``NvmeTier``, or any tier with ``Snapshots``.
 
     Attributes:
         full: rule for writes while a drive is full.
@@ -56,7 +56,7 @@ class DurableTier(DescribingTier, Protocol):
 
         Raises:
             WearLimitError: the write would exceed a limit. Nothing is counted, and the caller must not write.
-            OSError: the count cannot be saved on a drive.
+            OSError: a drive cannot save the count.
         """
         ...
 
@@ -101,7 +101,7 @@ class Snapshots:
             remove_array(directory.live, home.key)
 
     def replace_if_linked(self, file: ChunkFile) -> None:
-        """If a snapshot links a file, replace it with another file of that name. The snapshot keeps the old file."""
+        """Replace a file that a snapshot links with another file of that name. The snapshot keeps the old file."""
         self.nbytes += file.nbytes
         try:
             self._create_file(file)
@@ -211,7 +211,7 @@ class Snapshots:
     # -- removal -----------------------------------------------------------------------------------------------
 
     def release(self, generation: str, owner: StoreIdentity | None = None) -> list[Path]:
-        """Remove a snapshot's files, and return its remaining folders. Files that only it linked are kept for reuse."""
+        """Remove a snapshot's files and return its folders. Files without other links are kept for reuse."""
         roots = []
         with self.lock:
             for directory in self._directories:
@@ -264,7 +264,7 @@ class Snapshots:
             check: called with the snapshot's files before they are adopted.
 
         Raises:
-            GenerationError: the snapshot lacks the block or a part of the block, or the size differs.
+            GenerationError: the block or a part of it is missing in the snapshot, or its size differs.
             CapacityError: the snapshot's files are larger than the slot and do not fit.
         """
         old_files = files_of(slot)
