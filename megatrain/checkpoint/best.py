@@ -23,7 +23,7 @@ class BestEvaluation:
     """The best evaluation so far.
 
     Attributes:
-        num_worse: Number of latest evaluations in a row without an improvement of more than the threshold.
+        num_worse: Number of consecutive evaluations, up to the latest, that did not improve by more than the threshold.
     """
 
     metric: str
@@ -53,7 +53,7 @@ class BestSpec:
 
     @property
     def description(self) -> str:
-        """Description of the metric and of its better direction, for messages."""
+        """Description of the metric and of whether larger or smaller values are better, for messages."""
         suffix = " of the average of the weights" if self.is_average else ""
         return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{suffix}"
 
@@ -88,7 +88,7 @@ class BestSpec:
         for name, evaluation in evaluations.items():
             set_values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, **evaluation.preferences}
             values |= {f"{name}_{figure}": value for figure, value in set_values.items()}
-            values = {**set_values, **values}  # a metric without a set name comes from the first set
+            values = {**set_values, **values}  # earlier sets take precedence for metrics without a set name
         if metric not in values:
             raise self._unknown_metric(", ".join(sorted(values)))
         return values[metric]

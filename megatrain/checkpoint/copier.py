@@ -30,7 +30,7 @@ class Copier(Protocol):
         """Copy a new checkpoint, if a copy is due.
 
         Args:
-            checkpoint: Checkpoint in the stores of these ranks.
+            checkpoint: Checkpoint in the stores of this run's ranks.
             is_last: Whether this is the last checkpoint of the process, which is always copied.
         """
 

@@ -1,4 +1,4 @@
-"""Uploads and downloads of complete generations. Each is sent as several objects, which are read back and compared.
+"""Uploads and downloads of complete generations. An upload sends several objects, reads them back and compares them.
 
 A downloaded copy becomes a checkpoint of the run, as if the run itself had saved it.
 """
@@ -31,8 +31,8 @@ __all__ = ["PART_NAME", "Upload", "fetch", "find_run_files"]
 
 #: Maximum size of an object.
 OBJECT_BYTES = 512 * MiB
-#: Files in the run's folder that a resumed run needs: reference log-probabilities (no model can recompute them), the
-#: log so far, and the ids of tracker runs.
+#: Files in the run's folder that a resumed run needs: reference log-probabilities (which the trained model cannot
+#: recompute), the log so far, and the ids of tracker runs.
 RUN_FILES = ("reference/*", "metrics.jsonl", "trackers.json")
 RUN_FILES_NAME = "run"
 #: Folder in ``output_dir`` with an unfinished download.
@@ -110,7 +110,7 @@ class Upload:
 def _yield_objects(reader: GenerationReader, throttle: Throttle) -> Iterator[tuple[str, _Contents]]:
     """Yield the name and contents of each object of a store directory that contains only this generation.
 
-    Wherever the blocks are stored, the copy has them next to the manifest, in files of at most 512 MiB.
+    Blocks can be on several drives, but the copy stores all of them next to the manifest, in files of at most 512 MiB.
     """
     folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
     blocks = tuple(replace(record, location=f"{folder}/{record.key}") for record in reader.manifest.blocks)

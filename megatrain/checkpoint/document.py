@@ -122,7 +122,7 @@ class Checkpoint:
     def order_key(self) -> tuple[int, str]:
         """Sort key by time: the save number, which grows even if clocks go backwards.
 
-        Older versions did not count saves. Their checkpoints come before all counted ones and are ordered by clock.
+        Older versions did not count saves. Their checkpoints come before all counted ones, ordered by save time.
         """
         return self.save_number, "" if self.save_number else self.saved_at
 
@@ -166,7 +166,7 @@ class Checkpoint:
         return self.order_key <= loaded.order_key
 
     def relocated(self, folder: Path, number: int, generations: Sequence[RankGeneration]) -> Checkpoint:
-        """Return this checkpoint, pointing to copies of its generations in another folder."""
+        """Return this checkpoint with references to the copies of its generations in another folder."""
         return replace(self, folder=folder, number=number, ranks=tuple(generations))
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
         sort_keys: list[tuple[int, str] | None] = []
         number = 0
         for checkpoint in reversed(checkpoints):
-            # An older version, which counts no saves, may have continued the run. Its saves follow all counted saves.
+            # An older version, which does not count saves, may have continued the run. Its saves use the last number.
             number = max(number, checkpoint.save_number)
             is_known = checkpoint.save_number or checkpoint.saved_at
             sort_keys.append((number, checkpoint.order_key[1]) if is_known else None)

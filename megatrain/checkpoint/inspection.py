@@ -77,7 +77,7 @@ def inspect_folder(
         GenerationError: The list of checkpoints is damaged, and ``on_damage`` is None.
     """
     search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
-    read = cache(read_manifest)  # listing and inspection need the same manifests
+    read = cache(read_manifest)  # because listing and inspection read the same manifests
     checkpoints = reversed(read_checkpoints(folder, on_damage, read))
     entries = (_inspect(entry, search, read, validate_state=validate_state) for entry in checkpoints)
     return [entry for entry in entries if entry is not None]
@@ -89,7 +89,7 @@ def _inspect(
     """Return a checkpoint with the results of its checks, or None if a live run has just removed it."""
     try:
         if not checkpoint.is_listed:
-            read(checkpoint.folder, checkpoint.number)  # this manifest contains the state
+            read(checkpoint.folder, checkpoint.number)  # raise if the manifest, which holds the state, is damaged
         if validate_state:
             _ = checkpoint.state
         elif checkpoint.step is None:

@@ -89,7 +89,7 @@ def next_start(entries: Sequence[InventoryEntry]) -> InventoryEntry | None:
 
 
 def checkpoint_folders(run: Path | str) -> list[Path]:
-    """Return the folders that contain a run's checkpoints and their copies. Folders without any are omitted.
+    """Return the folders that contain a run's checkpoints and their copies. Folders without checkpoints are omitted.
 
     Args:
         run: ``output_dir`` of the run, or one of these folders.
@@ -107,7 +107,7 @@ def checkpoint_folders(run: Path | str) -> list[Path]:
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> InventoryEntry:
-    """Return the newest usable checkpoint, or the newest of one step. Only documents and file names are checked.
+    """Return the newest usable checkpoint, overall or of one step. Only documents and file names are checked.
 
     Args:
         run_or_folder: ``output_dir``, its folder of checkpoints, or a checkpoint's folder ``snap/<generation>``.

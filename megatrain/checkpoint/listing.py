@@ -84,7 +84,7 @@ def _read_generations(folder: Path, read: ManifestReader) -> Iterator[Checkpoint
 
 
 def read_listed(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints in a folder's ``RANKS.json``, oldest first, or an empty list without this file."""
+    """Return the checkpoints in a folder's ``RANKS.json``, oldest first, or [] if the file does not exist."""
     path = folder / RANKS_NAME
     try:
         document = json.loads(read_document_file(path))
@@ -179,7 +179,7 @@ def read_manifests(checkpoint: Checkpoint, read: ManifestReader = read_manifest)
     """Return the manifest of each rank's generation.
 
     Raises:
-        GenerationError: A generation is missing or differs, or its blocks differ from rank 0's.
+        GenerationError: A generation is missing, does not match its checksum, or has different blocks than rank 0's.
     """
     manifests: list[Manifest] = []
     for rank, part in enumerate(checkpoint.ranks):
@@ -204,7 +204,7 @@ def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[
         Records with the shape of the whole block and the checksums of the shards.
 
     Raises:
-        GenerationError: A block's shards cannot contain the number of elements in the document.
+        GenerationError: A block's shards are too small for the number of elements in the document.
     """
     if not checkpoint.is_listed:
         return {block.key: block for block in manifests[0].blocks}

@@ -67,7 +67,7 @@ class LocalCopier:
         self._folder, self._own_path = folder, self._path / folder.own
         self._source = spec.output_dir / CHECKPOINTS_NAME / folder.own
         self._drives = [path / folder.own for path in spec.drives]
-        self._copies: WholeCopies | None = None  # opened and locked by the first copy, which reports errors
+        self._copies: WholeCopies | None = None  # opened by the first copy, so that an error fails only that copy
         self._job: _CopyJob | None = None
         self._next: Checkpoint | None = None
         self._has_reported_slow = False
@@ -171,7 +171,7 @@ class LocalCopier:
         """Copy a generation of this rank's store, and remove this rank's copies that are not in ``generations``."""
         if self._copies is None:
             self._copies = WholeCopies(self._own_path)
-        # Prune first, so that the drive never contains more than planned. The newest copy is never removed.
+        # Prune first, so that the drive never contains more copies than planned. The newest copy is never removed.
         self._copies.keep_only(generations)
         free_bytes, need_bytes = shutil.disk_usage(self._own_path).free, self._drive_bytes + self._min_free_disk
         if free_bytes < need_bytes:

@@ -63,7 +63,7 @@ class LostPart:
 
     @property
     def place(self) -> str:
-        """Description of the location: the path, whether it exists, and a different recorded path, if any."""
+        """Description of the location: the path, whether it exists, and the recorded path if it differs."""
         if self.is_there:
             return f"'{self.path}'"
         suffix = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""

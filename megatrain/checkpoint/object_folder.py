@@ -135,7 +135,7 @@ class ObjectFolder:
 
     @staticmethod
     def run_parallel(function: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Call ``function`` with each item on ``NUM_WORKERS`` threads. After an error, start no further call."""
+        """Call ``function`` with each item on ``NUM_WORKERS`` threads. After an error, start no further calls."""
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="checkpoint-objects") as workers:
             futures = [workers.submit(function, item) for item in items]
             try:

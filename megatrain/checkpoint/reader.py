@@ -30,8 +30,8 @@ class CheckpointReader:
         blocks: Records by key, with the shape of the whole block and the checksums of its shards.
 
     Raises:
-        GenerationError: A generation is missing, differs, or lacks a block. With several ranks, the message has the
-            rank.
+        GenerationError: A generation is missing, does not match its checksum, or lacks a block. With several ranks, the
+            message contains the rank.
     """
 
     piece_bytes = GenerationReader.piece_bytes
@@ -73,8 +73,8 @@ class CheckpointReader:
             1-D uint8 tensor in host memory.
 
         Raises:
-            CorruptBlockError: The block is damaged. With several ranks, the message has the rank.
-            GenerationError: A part is missing. With several ranks, the message has the rank.
+            CorruptBlockError: The block is damaged. With several ranks, the message contains the rank.
+            GenerationError: A part is missing. With several ranks, the message contains the rank.
             TransferError: The drive returned an error.
         """
         spec = self.spec(key)

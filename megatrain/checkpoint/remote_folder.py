@@ -276,7 +276,7 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
 
 
 def settings_at_url(url: str) -> DecidedSettings | None:
-    """Return the settings of the newest copy with a readable config, or None without one. Raises ``RemoteError``."""
+    """Return the settings of the newest copy with a readable config, or None if none has. Raises ``RemoteError``."""
     all_settings = (DecidedSettings.of_meta(copy.checkpoint.meta) for copy in RemoteFolder(url).checkpoints())
     return next((settings for settings in all_settings if settings is not None), None)
 

@@ -54,7 +54,7 @@ def check_not_in_use(folder: Path) -> None:
 
 
 def forget_checkpoint(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint from its document. Then remove the generations that no other checkpoint refers to.
+    """Remove a checkpoint from its document. Then remove its generations, unless another checkpoint refers to them.
 
     Raises:
         LockedError: A run uses one of the stores.

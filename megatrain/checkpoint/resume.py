@@ -50,7 +50,7 @@ RESULT_ENTRIES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
-_BLOCK_FORMAT_KEYS = ("optimizer.state_dtype",)  # keys that set the format of blocks; a run cannot convert it
+_BLOCK_FORMAT_KEYS = ("optimizer.state_dtype",)  # keys that set the format of blocks, which a run cannot convert
 
 
 class ConfigChangedError(Exception):
@@ -117,7 +117,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoin
 def download_newest(
     spec: CheckpointSpec, on_message: Callable[[str], None], check: Callable[[Checkpoint], None]
 ) -> None:
-    """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than any local one.
+    """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than all local ones.
 
     Args:
         check: Called with the newest copy before the download. It must raise an error if the run cannot resume from it.
@@ -176,7 +176,7 @@ def settings_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | 
         return None
     other_runs = [] if resume_from == "auto" else [Path(resume_from)]
     for run in (output_dir, *other_runs):
-        # Ignore errors, because the later load reports them.
+        # Ignore damaged documents here, because loading the checkpoint reports them later.
         checkpoints, copies, folder_checkpoints = (
             read_checkpoints(folder, ignore_damage)[::-1] for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )

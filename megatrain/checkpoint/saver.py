@@ -34,7 +34,7 @@ class Saver:
         should_stop: Function that returns whether a stop was requested. Called while the saver waits for disk space.
         written_bytes: Bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
         writer: Writer for all ranks' checkpoints. All ranks must call the methods of their savers in the same order.
-        saved: Newest checkpoint of these ranks, or None.
+        saved: Newest checkpoint in the stores of this run's ranks, or None.
 
     Attributes:
         is_waiting: Whether the run is paused until the user frees disk space.
@@ -95,7 +95,7 @@ class Saver:
 
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
-            KeyboardInterrupt: The drive has too little free space, and a stop was requested. Already reported.
+            KeyboardInterrupt: The drive has too little free space, and a stop was requested. It was already reported.
             TransferError: This checkpoint or its predecessor could not be written. The newest complete one is kept.
         """
         in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step

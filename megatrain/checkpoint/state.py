@@ -32,7 +32,7 @@ CHECKPOINT_FORMAT = 1
 #: vocabulary never spans two blocks of the weight gradient.
 ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
-#: How many of a run's first losses, and of its last losses, a state keeps.
+#: Number of losses that a state keeps from the start of a run, and also from its latest steps.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
 
@@ -237,6 +237,6 @@ def installed_versions() -> dict[str, str]:
 def now_text(timespec: str = "seconds") -> str:
     """Return the current date and time in UTC, e.g. ``2026-11-21T10:36:45+00:00``.
 
-    Texts sort like their times, even if some have no fraction: ``+`` sorts before the decimal point.
+    The texts sort chronologically even if some have no fractional seconds, because ``+`` sorts before the point.
     """
     return datetime.now(UTC).isoformat(timespec=timespec)

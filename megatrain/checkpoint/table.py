@@ -102,7 +102,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
         if isinstance(values, dict) and "save_interval" in values:
             values = {"save_strategy": "time", **values}
         if isinstance(values, dict) and isinstance(url := values.get("save_copy"), str):
-            # Errors and logs show the refused value: remove secrets first.
+            # Remove secrets before validation, because errors and logs show a refused value.
             values = {**values, "save_copy": mask_secrets(url)}
         return values
 

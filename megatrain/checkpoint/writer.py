@@ -245,9 +245,9 @@ def begin_copy(folder: CheckpointFolder) -> list[int]:
 
     This is a collective. ``folder`` is the folder of the copies.
     """
-    # If a write fails here, making the copy reports the error.
+    # Ignore a failed write here, because the copy itself then fails too and reports the error.
     with contextlib.suppress(CheckpointError):
-        if folder.is_listed:  # claim now: with rank folders in it, the folder would be refused
+        if folder.is_listed:  # claim the folder before the ranks create folders in it, or it would be refused
             folder.run_on_first_rank(lambda: claim_directory(folder.path))
         folder.change(max(1, folder.keep - 1))
     return folder.generations(folder.known)

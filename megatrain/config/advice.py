@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["model_warnings"]
 
-#: Below this size, as in tests and demonstrations, a model gets the bounds for training from scratch.
+#: Models below this size, as in tests and demonstrations, get the bounds for training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
@@ -75,7 +75,7 @@ def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[st
 def _position_warning(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:
     positions = getattr(graph.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or not 1 < positions < length or num_learned_positions(graph) is not None:
-        return  # the plan already rejects rows that are longer than learned positions
+        return  # the plan already rejects rows that are longer than learned position embeddings
     text = f"data.max_length = {length}, but the model's config.json has max_position_embeddings = {positions}"
     if from_scratch:
         yield f"{text}. Other programs may truncate rows there. Use at most {positions}, or raise it in config.json"

@@ -127,13 +127,13 @@ def leaf_schema(key: str) -> Schema:
 
 
 def is_required(key: str) -> bool:
-    """Return whether every table of the key must contain the key."""
+    """Return whether a key must be set wherever its table appears."""
     required: bool = KEYS[key]["x-required"]
     return required
 
 
 def alters(key: str) -> Alters:
-    """Return whether another value of a key alters the results of a run. Accepts keys inside :data:`FREE_TABLES`."""
+    """Return whether a different value of a key alters the results of a run. Accepts keys inside :data:`FREE_TABLES`."""
     effect: Alters | None = KEYS[schema_key(key)]["x-alters"]
     assert effect is not None, f"{key}: neither the key nor its table states whether it alters results"
     return effect
@@ -149,7 +149,7 @@ def used_if(key: str) -> Mapping[str, Sequence[Any]]:
 
 
 def dotted(path: Path) -> str:
-    """Return a path in the notation for users: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
+    """Return a path as users write it: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
     return ".".join(str(part) for part in path)
 
 
@@ -172,8 +172,8 @@ def schema_key(name: str) -> str:
 def full_keys_of_leaf(leaf: str) -> list[str]:
     """Return the dotted keys whose last part is ``leaf``, sorted.
 
-    If exactly one key is outside array tables, the keys inside them are omitted. Keys of ``[[data.train]]`` replace the
-    same keys of ``[[data.eval]]``.
+    If exactly one key is outside array tables, only this key is returned. Keys of ``[[data.eval]]`` are omitted if
+    ``[[data.train]]`` has the same keys.
     """
     hits = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
     keys = sorted(hits - {key.replace("data.train.", "data.eval.") for key in hits if key.startswith("data.train.")})
@@ -232,7 +232,7 @@ def describe_allowed(key: str) -> str:
 
 
 def first_required(table: str) -> str:
-    """Return the first key inside a table that the table must contain."""
+    """Return the first required key inside a table."""
     return next(key for key in KEYS if key.startswith(f"{table}.") and is_required(key))
 
 

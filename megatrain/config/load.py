@@ -51,12 +51,12 @@ def load_config(
     """Read and check a config. Write nothing, and do not open model and data files.
 
     Later values replace earlier ones: defaults, ``path``, ``extra_files`` in order, ``overrides``. Tables are merged,
-    and arrays are replaced. Paths in a file are relative to the file, and paths in ``overrides`` to the current folder.
+    and arrays are replaced. Paths in a file are relative to the file, and paths in ``overrides`` to the current one.
 
     Args:
         path: Main file.
-        overrides: Texts ``KEY=VALUE``. The key is dotted (``data.train.0.path``), or a last part that is unique. The
-            value is TOML or plain text.
+        overrides: Texts ``KEY=VALUE``. The key is dotted (``data.train.0.path``). If the last part is unique, it is
+            enough. The value is TOML or plain text.
 
     Raises:
         ConfigError: The config has problems. The error lists all of them.
@@ -103,7 +103,7 @@ def _read(*files: Path) -> Tree:
 
 
 def _apply_override(tree: Tree, text: str) -> list[Problem]:
-    """Apply one ``KEY=VALUE`` override to the tree, and return the problems that it has."""
+    """Apply one ``KEY=VALUE`` override to the tree, and return its problems."""
     name, separator, value_text = text.partition("=")
     name = name.strip()
     if not separator or not all(part.strip() for part in name.split(".")):
@@ -131,7 +131,7 @@ def _parse_value(text: str) -> Any:
 
 
 def validate_values(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Validate each value alone. Return the config, or None and the problems. Combinations are not checked."""
+    """Validate each value on its own. Return the config, or None and the problems. Combinations are not checked."""
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:

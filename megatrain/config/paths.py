@@ -18,7 +18,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 
 def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
-    """Make every path in a tree of config values absolute, in place, relative to ``folder``.
+    """Resolve every path in a tree of config values against ``folder``, in place.
 
     ``~`` and environment variables are expanded. A path with an unset variable stays unchanged. A URL stays
     unchanged except for its password, because configs are stored and shown.
@@ -30,7 +30,7 @@ def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
 
 
 def absolute_value(path: KeyPath, value: Any, folder: Path) -> Any:
-    """Return the value of a key with absolute paths, relative to ``folder``. The value may be a table or a list."""
+    """Return a key's value with all its paths resolved against ``folder``. The value may be a table or a list."""
     tree = value
     for part in reversed(path):
         tree = [tree] if isinstance(part, int) else {part: tree}
@@ -72,13 +72,13 @@ def _tables_at(values: Any, names: Sequence[str], prefix: str = "") -> Iterator[
 
 
 def _first_unset_variable(text: str) -> str:
-    """Return the first variable in a path that is not set, or "" if all are set."""
+    """Return the first unset variable in a path, or "" if all are set or the path exists as written."""
     names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
     return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
 
 
 def _absolute(text: str, folder: Path, name: str | None) -> str:
-    if not (folder / text).exists():  # an existing folder's name may contain "$"
+    if not (folder / text).exists():  # the name of an existing folder may contain "$"
         text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
     if _URL.match(text):
         return mask_secrets(text)

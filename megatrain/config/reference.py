@@ -50,7 +50,7 @@ class KeyDescription:
     Attributes:
         values: Allowed values, as text.
         default: Default as TOML, or the reason why the key has none.
-        alters: Effect of another value on results: "yes", "no" or "by contents". With "by contents", results change
+        alters: Effect of a different value on results: "yes", "no" or "by contents". With "by contents", results change
             only if the contents of the model or data change.
         other_names: (tool, name in this tool, note) for each name in another tool.
         example: Lines of TOML.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
-#: Keys whose "auto" a run resolves, with their values in checkpoints from before the keys existed.
+#: Keys whose "auto" a run resolves, with their values in checkpoints that predate the keys.
 DECIDED_BY_RUNS: Mapping[str, Any] = {
     "training.gradient_lanes": 1,
     "optimizer.muon_fused": "whole",
@@ -101,7 +101,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
 
 
 def _version_problem(detail: ErrorDetails) -> Problem | None:
-    """Return the problem for a validation error in a resolved config, which another version wrote as valid."""
+    """Return the problem for a validation error in a resolved config that was valid in the version that wrote it."""
     key = dotted(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return Problem(key, f"unknown key `{key}`", _NEWER)
@@ -201,7 +201,7 @@ def resolved_lines(loaded: LoadedConfig) -> list[Line]:
 
 
 def _with_defaults(config: RunConfig) -> RunConfig:
-    """Return a config with the same values of required keys and with defaults for all other keys."""
+    """Return a config that keeps the values of required keys and has defaults for all other keys."""
     values = config.model_dump(mode="python")
     required = {
         "task": values["task"],
@@ -217,11 +217,11 @@ def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
     if key in loaded.origins:
         return loaded.origins[key]
     origins = [origin for name, origin in loaded.origins.items() if name.startswith(f"{key}.")]
-    if origins:  # the resolved config has an inline table, the file a table with a header
+    if origins:  # an inline table in the resolved config, but a table with a header in the file
         return origins[0]
     parent = key
     while not is_default and (parent := parent.rpartition(".")[0]):
-        if parent in loaded.origins:  # the file has an inline table, or an array of inline tables
+        if parent in loaded.origins:  # in the file, an inline table or an array of inline tables
             return loaded.origins[parent]
     return DEFAULT
 
@@ -238,7 +238,7 @@ def compare(old_config: RunConfig, new_config: RunConfig) -> ConfigChanges:
     lanes = ("training", "gradient_lanes")
     for values in (old, new):
         if values.get(lanes) == "auto":
-            values[lanes] = 1  # a run of one process began with "auto" as 1, and a resume keeps that number
+            values[lanes] = 1  # a single-process run resolves "auto" to 1, and a resume keeps that number
     altering: list[Change] = []
     free: list[Change] = []
     for path in dict.fromkeys([*old, *new]):

@@ -1,6 +1,6 @@
 """Schema of the complete config: each package owns its tables, and this module combines them.
 
-Keys have the names of transformers 5 and TRL 1 if these exist. Tables check single values, and
+If transformers 5 or TRL 1 has the same setting, the key has the same name. Tables check single values, and
 ``megatrain.config.combinations`` checks values against each other.
 
 To add a key, add a field to its table in the package that reads the key (``megatrain/optim/table.py``). The JSON Schema

@@ -57,7 +57,7 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
 
 
 def _find_unclosed_quote(lines: list[str]) -> int | None:
-    """Return the last line with an unclosed quote, counted from 1, because the parser reports only the file's end."""
+    """Return the number, from 1, of the last line with an unclosed quote. The parser reports only the file's end."""
     for lineno in range(len(lines), 0, -1):
         line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[lineno - 1])
         if "'" in line or '"' in line:

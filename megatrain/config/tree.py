@@ -49,7 +49,7 @@ class Tree:
     origins: dict[str, KeyOrigin] = field(default_factory=dict)
 
     def origin(self, key: str) -> KeyOrigin:
-        """Return the origin of a key, else of the nearest table around it, else of a key inside it."""
+        """Return the origin of a key, else of the nearest table that contains it, else of a key inside it."""
         parent = key
         while parent:
             if parent in self.origins:
@@ -63,7 +63,7 @@ class Tree:
         return [replace(problem, **self.origin(problem.key)._asdict()) for problem in problems]
 
     def merge(self, other: Tree) -> None:
-        """Add the values of ``other``. Tables are merged. Any other value replaces the value here."""
+        """Add the values of ``other``. Tables are merged. Any other value replaces the existing value."""
         self._merge(self.values, other.values, "")
         self.origins.update(other.origins)
 
@@ -103,7 +103,7 @@ class Tree:
         return values is not None
 
     def remove(self, key: str) -> bool:
-        """Remove a dotted key, or the value in place of one of its tables. Return whether anything was removed."""
+        """Remove a dotted key, or a value that replaces one of its tables. Return whether anything was removed."""
         *tables, leaf = key.split(".")
         values: Any = self.values
         for part in tables:
@@ -176,11 +176,11 @@ def _explain_os_error(path: Path, error: OSError) -> tuple[str, str]:
 
 
 def find_lines(text: str) -> dict[str, int]:
-    """Return the line, from 1, of each key and table header in a TOML text, by dotted name with numbers."""
+    """Return the line number, from 1, of each key and table header in a TOML text, by dotted name with indexes."""
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
     table = ""
-    depth, quote = 0, ""  # number of open arrays, and the quote that ends an open multi-line string
+    depth, quote = 0, ""  # number of open brackets and braces, and the quote that ends an open multi-line string
     for lineno, line in enumerate(toml_lines(text), start=1):
         if quote:
             if quote in line:

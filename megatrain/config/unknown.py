@@ -94,13 +94,13 @@ def _make_problem(tree: Tree, path: KeyPath, noun: str, intended_path: KeyPath) 
 
 
 def has_advice(path: KeyPath) -> bool:
-    """Return whether an unknown key belongs to another tool, or to another table of the config."""
+    """Return whether an unknown key is planned, retired, from another tool, or from another table of the config."""
     leaf = str(path[-1])
     return plain(path) in {*PLANNED_KEYS, *RETIRED} or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
 
 
 def nearest_table(path: KeyPath) -> str:
-    """Return the most similar table name on the same level, without its parent tables, or "" without a similar name."""
+    """Return the most similar table name on the same level, without its parent tables, or "" if none is similar."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
     return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")

@@ -85,7 +85,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     rejected = _RejectedValue(dotted(path), plain(path), value, kind, context)
     schema = KEYS.get(rejected.name, {})
     if kind == "default_factory_not_called":
-        return None  # the value comes from another key, whose error is reported
+        return None  # the default depends on another key, whose error is reported
     if kind == "missing":
         return _explain_missing(rejected)
     if isinstance(value, str) and value.strip().lower() in ("true", "false") and _accepts_boolean(schema):
@@ -165,7 +165,7 @@ def _explain_choice(rejected: _RejectedValue) -> Problem:
 
 
 def _explain_unit(rejected: _RejectedValue) -> Problem:
-    """Return the problem with a size, rate or duration. For text and positive numbers, it has the parser's reason."""
+    """Return the problem with a size, rate or duration. For text and positive numbers, include the parser's reason."""
     key, name, value = rejected.key, rejected.name, rejected.value
     schema, reason = KEYS[name], str(rejected.context["error"])
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]

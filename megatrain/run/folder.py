@@ -153,7 +153,7 @@ class LockKeeper(RunObserver):
         self._folder, self._on_message = folder, on_message
 
     def check_lock(self) -> None:
-        """Lock the folder again if its lock file is gone. Ignore errors, which ``on_step`` raises."""
+        """Lock the folder again if its lock file is gone. Ignore errors, because ``on_step`` will raise them."""
         with contextlib.suppress(TieredError, OSError):
             self._report()
 

@@ -182,7 +182,7 @@ class MetricsLog(Logger):
 
 
 def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
-    """Return each set's last evaluation up to a step from ``metrics.jsonl``, or no evaluations if it cannot be read."""
+    """Return each set's last evaluation at or before ``step`` in ``metrics.jsonl``, or {} if the file is unreadable."""
     evaluations = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -242,7 +242,7 @@ class _Tracker:
     Attributes:
         arguments: Function that returns the tracker's keyword arguments.
         make_id: Function that generates the id of a new run. None if the tracker generates the id.
-        read_id: Function that reads the run's id from the started tracker, or None if the id is known.
+        read_id: Function that reads the run's id from the started tracker, or None if the id is known in advance.
         stores_duplicates: Whether the tracker would store a repeated step twice. If so, steps that the tracker already
             has are not sent.
         on_start: Called with the started tracker.
@@ -331,7 +331,7 @@ _TRACKERS: dict[str, _Tracker] = {
         },
         stores_duplicates=True,
     ),
-    # trackio identifies its runs by name.
+    # trackio identifies runs by name, so the name contains the id.
     "trackio": _Tracker(
         lambda start: {
             "run_name": start.spec.table.project,

@@ -126,12 +126,12 @@ def _overwrite(path: Path, data: bytes) -> None:
 class StatusWriter(RunObserver):
     """Observer that keeps ``status.json`` up to date. Writes nothing before the first event.
 
-    This is a context manager to enter inside the context of the run's folder. From the start of training, a thread
+    Enter this context manager inside the context of the run's folder. From the start of training, a thread
     writes the current activity once a second. An exception that leaves the context is recorded as the end of the run.
 
     Args:
         path: The run's locked folder. The previous run's status stays there until the first event. The new status
-            keeps its values up to the checkpoint from which this run continues.
+            keeps the previous values up to the checkpoint from which this run continues.
         exit_code_of: Function that returns the process's exit code for an error or a summary.
         on_interval: Called once a second on the writing thread. Must not raise errors.
     """
