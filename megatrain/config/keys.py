@@ -133,7 +133,7 @@ def is_required(key: str) -> bool:
 
 
 def alters(key: str) -> Alters:
-    """Return whether a different value of a key alters the results of a run. Accepts keys inside :data:`FREE_TABLES`."""
+    """Return whether a different value of a key alters a run's results. Accepts keys inside :data:`FREE_TABLES`."""
     effect: Alters | None = KEYS[schema_key(key)]["x-alters"]
     assert effect is not None, f"{key}: neither the key nor its table states whether it alters results"
     return effect

@@ -4,7 +4,7 @@ torch.distributed transfers the bytes. It uses gloo between host memories and NC
 used, because the order of their additions depends on the number of ranks, the topology and the library. The project's
 own kernels compute all sums of a run.
 
-Either all ranks are on one host, or each rank is on a separate host. All other ranks are therefore behind one link.
+Either all ranks are on one host, or each rank is on a separate host. A rank thus reaches all others over the same link.
 
 Collectives are matched by their order. If one rank skips a collective, all other ranks wait forever. Therefore only the
 ticks of a program issue collectives. Programs are equal on all ranks (`check_same`) and do not depend on data. Without

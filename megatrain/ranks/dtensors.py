@@ -38,7 +38,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a ``DTensor``, without autograd and not copied, or any other tensor unchanged."""
+    """Return this rank's shard of a ``DTensor`` without a copy or autograd. Return any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():

@@ -58,7 +58,7 @@ class RankGroup:
         """Connect to the other ranks and start to watch them. From then on, if any rank fails, all ranks end.
 
         Raises:
-            WorldError: The meeting point is unknown, or not all ranks connected in time.
+            WorldError: The rendezvous address is unknown, or not all ranks connected in time.
         """
         if self.world.is_single:
             return
@@ -167,7 +167,7 @@ class RankGroup:
         dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive a tensor that a rank has sent into a host tensor."""
+        """Receive a tensor from a rank, and write it to ``tensor``, which must be in host memory."""
         import torch.distributed as dist
 
         dist.recv(tensor, rank)

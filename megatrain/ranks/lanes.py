@@ -98,7 +98,7 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
 
 
 def num_merges(lane: int, num_lanes: int, own_lanes: range) -> int:
-    """Return how often the last two open sums must be added after a lane has been summed.
+    """Return how many times the two latest open sums must be merged after a lane has been summed.
 
     A caller that sums its lanes in order and merges sums accordingly ends with the sums of ``subtrees``. It never has
     more than ``max_open_sums`` open sums.
@@ -138,7 +138,7 @@ def max_open_sums(num_lanes: int, own_lanes: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes in a step: all of them, and those (``local_lanes``) that this rank sums."""
+    """All lanes of a step, and the range ``local_lanes`` of lanes that this rank sums."""
 
     num_lanes: int
     num_micro_batches: int
@@ -177,5 +177,5 @@ class Lanes:
         return lane_of(first + micro_batch, self.num_lanes, self.num_micro_batches)
 
     def num_merges(self, lane: int) -> int:
-        """Return how often the last two open sums must be added after a lane has been summed."""
+        """Return how many times the two latest open sums must be merged after a lane has been summed."""
         return num_merges(lane, self.num_lanes, self.local_lanes)

@@ -68,9 +68,9 @@ def launch(
 ) -> int:
     """Run a command in several processes on this host and wait until all have ended. The processes are a run's ranks.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded to rank 0. It informs the other ranks after the step. Each rank
-    has a separate session, so that it does not receive Ctrl-C directly. If a rank fails, all ranks end. Ranks that do
-    not exit in time are killed.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded to rank 0, which informs the other ranks after the step. Each
+    rank has a separate session, so that it does not receive Ctrl-C directly. If a rank fails, all ranks end. Ranks that
+    do not exit in time are killed.
 
     Args:
         size: Number of ranks.
@@ -202,7 +202,7 @@ class _Launcher:
         return failure.exit_code
 
     def _failure(self) -> Failure:
-        """Return the failure to report: one that a rank caused, else an unexpected exit, else a report about a rank."""
+        """Return the failure to report: a rank's own failure, else an unexpected exit, else a report of any rank."""
         host = socket.gethostname()
         failures = {rank.rank: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.rank}
         if failures:

@@ -180,7 +180,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 
 def _tag_or_str(item: Any, buffers: list[bytes]) -> Any:
-    """Convert an exception's argument, if necessary to text, so that any error can be sent."""
+    """Convert an exception's argument, or convert it to text if its type is unsupported. Any error can thus be sent."""
     num_buffers = len(buffers)
     try:
         return _tag(item, buffers)
@@ -259,7 +259,7 @@ class _Reader:
         kind = _class(content[0])
         if not is_dataclass(kind):
             raise MessageError(f"{kind} is no record")
-        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # the sender has already run the constructor
+        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # skip the constructor, which the sender ran
         names = {field.name for field in fields(kind)}
         for name, value in content[1]:
             if name not in names:

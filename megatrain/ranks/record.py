@@ -1,4 +1,4 @@
-"""Agreement of all ranks after each step: if one rank was asked to stop or save, all ranks do so."""
+"""Agreement of all ranks after each step: if one rank receives a request to stop or save, all ranks do so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepRecord:
 
     Attributes:
         stop_requested: Whether the rank received a signal to end the run.
-        save_requested: Whether the rank received a signal to save, or its clock says that a checkpoint is due.
+        save_requested: Whether the rank received a signal to save or, on rank 0, a checkpoint is due.
         is_hung_up: Whether the rank's terminal was closed.
         is_paused: Whether the rank waited during the step for free space on a drive.
         tier_used_bytes: Bytes of slots in use after the step, by tier.
@@ -44,13 +44,13 @@ class StepRecord:
 
 
 class Consensus:
-    """Decision, equal on all ranks, whether a run stops or saves after a step.
+    """The decision whether a run stops or saves after a step, which is the same on all ranks.
 
     A single process reads its requests at any time. Several ranks use the records gathered at the end of the last step,
     so that all ranks make the same decision.
 
     Args:
-        requests: Function that returns a record of the requests that this process received by signals.
+        requests: Function that returns a record of the requests that this process received as signals.
     """
 
     def __init__(self, group: RankGroup, requests: Callable[[], StepRecord]) -> None:
@@ -68,7 +68,7 @@ class Consensus:
 
     @property
     def must_save_now(self) -> bool:
-        """Whether a signal requests a checkpoint from a single process, even after the last step."""
+        """Whether a single process must save because of a signal, even after the last step."""
         return self._group.world.is_single and self._requests().save_requested
 
     def is_due(self, is_due_locally: bool) -> bool:

@@ -92,7 +92,7 @@ class RankLanes:
 
     @property
     def num_sums(self) -> int:
-        """Total number of these sums over all ranks."""
+        """Total number of subtrees in ``rank_sums`` over all ranks."""
         return sum(len(self.rank_sums(rank)) for rank in range(self.size))
 
     def rank_micro_batches(self, rank: int, num_micro_batches: int) -> range:

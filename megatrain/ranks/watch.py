@@ -83,7 +83,7 @@ class Failure:
 
     @classmethod
     def select_reported(cls, failures: Mapping[int, Failure], size: int) -> Failure:
-        """Return the failure to report: the lowest rank's.
+        """Return the lowest rank's failure, which is reported. Mark it as shared if it seems to apply to all ranks.
 
         Args:
             failures: Failures, by the rank that reported each failure.
@@ -229,7 +229,7 @@ class Watcher:
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
-            self._end_event.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread ends the process with the reason
+            self._end_event.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread may end the process first
         failure = Failure(self._world.rank, self._world.host, exit_code, message)
         with contextlib.suppress(Exception):
             self._store.set(f"{_FAILED}/{self._world.rank}", failure.to_json())
@@ -308,7 +308,7 @@ class Watcher:
         while not self._end_event.wait(_POLL_S):
             now_s = time.monotonic()
             if now_s - last_s > 5 * _POLL_S:
-                # This process was paused. Ignore the pause, because other ranks could have sent heartbeats.
+                # This process was paused. Ignore the pause, because other ranks may have sent heartbeats meanwhile.
                 self._last_answer_s += now_s - last_s
                 self._last_beat_s = {rank: seen_s + now_s - last_s for rank, seen_s in dict(self._last_beat_s).items()}
             last_s = now_s
@@ -376,7 +376,7 @@ class Watcher:
     # -- end of the process --------------------------------------------------------------------------------------
 
     def _end_process(self, failure: Failure) -> NoReturn:
-        """Report the failure if this rank has to, and end this process. A second thread that calls this blocks."""
+        """Report the failure if this rank has to, and end this process. If a second thread calls this, it blocks."""
         with self._exit_lock:
             with contextlib.suppress(Exception):
                 self.on_failure(failure)

@@ -1,4 +1,4 @@
-"""This process's position among a run's processes ("ranks"), read from the environment, and their connection.
+"""Position of this process among a run's processes ("ranks"), read from the environment. Also connects the ranks.
 
 Only functions that connect ranks import torch, because the launcher and ``--help`` do not need it.
 """
@@ -210,7 +210,7 @@ def rendezvous_address(environment: Mapping[str, str] = os.environ) -> tuple[str
 def connect(world: World, host: str, port: int, *, serve: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     """Return a new connection to the store at which the ranks meet. Thread-safe, but only one call runs at a time.
 
-    A store on ``LOOPBACK`` can be reached only from this host. On any other host, torch's store listens on all
+    A store on ``LOOPBACK`` can be reached only from this host. With any other ``host``, torch's store listens on all
     interfaces and answers any client. Use it only in private networks.
 
     Args:

@@ -108,7 +108,7 @@ class Continuation:
             if self._should_stop():
                 raise StoppedError
             num_passes = index + 1
-            stage = min(index, 1)  # the first pass fills the cache; later passes use it
+            stage = min(index, 1)  # the first pass fills the KV cache; later passes use it
             proxy.access = accesses[stage]
             if index <= 1 or self._is_exact:
                 store.set_schedule(None)

@@ -39,7 +39,7 @@ class PreferenceTask:
 
     @staticmethod
     def findings(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return the number of examples, a warning if all labels are equal, and a note if answers are scored."""
+        """Return the number of examples, a warning if all labels are equal, and a note if answers must be scored."""
         loss = PreferenceTask.make_loss(None, table)
         notes = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:

@@ -185,7 +185,7 @@ def load_evaluation_sets(
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
     """Return the range of a pass's micro-batches that each rank evaluates. Each micro-batch has ``rows`` rows.
 
-    Every rank gets at least one micro-batch, and at most its number of rows in training. Metrics do not depend on this.
+    Every rank gets at least one micro-batch, and at most as many rows as in training. Metrics are the same in any case.
     """
     training_counts = [
         len(run.lanes.rank_micro_batches(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
@@ -241,7 +241,7 @@ def count_pass_traffic(plan: Plan, num_passes: int) -> dict[str, int]:
 
 
 class Evaluator:
-    """Evaluator of a run at the configured steps. Must be used by the training thread.
+    """Evaluator that evaluates a run at the configured steps. Must be used by the training thread.
 
     Args:
         steps_per_epoch: Number of steps in an epoch of training.
@@ -281,7 +281,7 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest_evaluations = dict(resumed_evaluations)
         self._passes: dict[EvaluatedWeights, Passes] = {}
-        # Created by the first evaluation, because the ranks have joined their group only by then.
+        # The first evaluation creates the collectives, because by then the ranks have joined their group.
         self._collectives: Collectives | SingleRank | None = None
 
     def is_due(self, step: int) -> bool:
@@ -389,7 +389,7 @@ class _SplitRow:
 
 
 def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_SplitRow]:
-    """Return a set's first rows, split before the first token in the loss. For preferences, use each first answer.
+    """Return a set's first rows, split before the first token in the loss. Of preferences, only first answers are used.
 
     A text that is entirely in the loss is split in the middle.
     """
@@ -476,7 +476,7 @@ class Sampler:
 
         generation = make_plan(num_micro_batches)
         num_fitting = generation.plan.run.batch.num_micro_batches
-        num_common = min(gather(num_fitting))  # other ranks may only have memory for fewer micro-batches
+        num_common = min(gather(num_fitting))  # other ranks may have memory for fewer micro-batches
         if num_common < num_fitting:
             generation = make_plan(num_common)
         return cls(plan, generation, rows, tokenizer, num_new)

@@ -74,7 +74,7 @@ class Passes:
     ) -> Iterator[Result]:
         """Run a pass for each item of ``batches`` and yield the head's result. The caller must exhaust the iterator.
 
-        Weights are prefetched for all passes. At the end, no copy stays, and the store has no schedule.
+        Weights are prefetched for all passes. At the end, all copies are evicted, and the store has no schedule.
 
         Args:
             batches: Micro-batches of each pass. Each unit runs all of them before the next unit starts.

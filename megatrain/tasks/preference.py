@@ -242,7 +242,7 @@ class PreferenceLoss(Loss):
         self, logps: Tensor, mismatched_logps: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]
-        # KTO clamps this estimate of the KL divergence at 0. It is not differentiated.
+        # KTO clamps this estimate of the KL divergence at 0. No gradient flows through the estimate.
         kl = (mismatched_logps - examples.reference[1]).mean().detach().clamp(min=0)
         is_good = examples.desirable
         weights = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
@@ -296,7 +296,7 @@ class ComparedRows(MicroBatchLoss):
 
 @dataclass(eq=False)
 class CollectedExamples:
-    """Examples of an evaluation. Holds only a few host numbers per example, because ranks exchange this object."""
+    """Examples of an evaluation. Stores only a few numbers per example on the host, because ranks exchange them."""
 
     _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
     _pass_indices: list[int] = field(default_factory=list)
@@ -307,7 +307,7 @@ class CollectedExamples:
         Args:
             batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
             labels: Labels of the next token.
-            pass_index: Number of the pass that computed them.
+            pass_index: Number of the pass that computed the log-probabilities.
         """
         inputs = describe_examples(batch, labels)
         self._batches.append((torch.tensor(logps, dtype=torch.float32)[inputs["rows"]], inputs))
@@ -372,7 +372,7 @@ def describe_examples(batch: Mapping[str, Tensor], shifted_labels: Tensor) -> di
 
 
 def make_examples(host: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Examples:
-    """Create examples from the output of `describe_examples`. ``tensors`` has the tensors on the loss's device."""
+    """Create examples from the output of `describe_examples`. ``tensors`` contains them on the loss's device."""
     return Examples(
         tuple(host["counts"].numpy().tolist()),
         tensors["rows"],

@@ -65,7 +65,7 @@ class Reference:
     """Source of reference log-probabilities, which are read from a file or computed, and added to loaders.
 
     Args:
-        timeline: Timeline that records ops while it is on.
+        timeline: Timeline that records ops while recording is enabled.
         activity: Progress shared with a live view.
         on_message: Called with a report for each loader.
         saved_checksums: ``RECORD`` of the resumed checkpoint, or None for a new run with initial weights.

@@ -158,7 +158,7 @@ class Refusal:
         return Problem(self.key, message, self.remedy)
 
 
-#: Refusals of a task by default: most losses other than cross entropy do not support these keys and read only text.
+#: Default refusals of a task. By default, a task reads only text, and its loss is not plain cross entropy.
 REFUSED_BY_DEFAULT = (
     *(
         Refusal(key, (0.0,), "{key} changes the cross entropy, which {task} does not train on", "Leave it out")

@@ -1,6 +1,6 @@
 """Interface of tasks. A task defines a run's loss, its evaluation, and its preparation before the first step.
 
-Each task is one file. Code that all tasks share (steps, checkpoints, passes) only calls this interface.
+Each task is one file. Code that all tasks share (steps, checkpoints, passes) uses tasks only through this interface.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MetricAccumulator(Protocol):
         """Add the result of ``head`` for one pass."""
 
     def compute(self, gather: Gather[Any]) -> SetMetrics:
-        """Return the metrics over the rows of all ranks, which are equal on all ranks and for any division of rows."""
+        """Return the metrics over all ranks' rows. They are the same on all ranks and for any division of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PrepareContext:
         store: Store with the weights from which the run starts.
         loaders: Loaders of the training rows and of all evaluation sets.
         resumed_record: The task's record in the resumed checkpoint, or None for a new run.
-        timeline: Timeline that records ops while it is on.
+        timeline: Timeline that records ops while recording is enabled.
         activity: Progress shared with a live view.
     """
 

@@ -79,11 +79,11 @@ def open_run(
         group.run_host_leaders_first(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
     if has_all_ranks:
-        group.wait_for_all()  # opening a store removes files of dead runs, which the other ranks' checks count
+        group.wait_for_all()  # a store removes files of dead runs, but another rank's check may still be counting them
     timeline = Timeline()
     # Each rank reports on its own drives, so the other ranks send their notices to rank 0.
     on_notice = on_message if group.world.is_first else group.notify
-    # The store closes first, while device errors are still explained.
+    # Enter `explain_device_errors` first, so that it also covers errors that are raised while the store closes.
     with (
         explain_device_errors(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
@@ -100,7 +100,7 @@ def open_run(
 @contextmanager
 def _keep_freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
     if plan.device.type != "cpu":
-        return_freed_memory()  # with a GPU, the host runs no large computation
+        return_freed_memory()  # with a GPU, no large computation on the host could reuse freed memory
         yield
         return
     with keep_freed_memory(store, most_resident_bytes(plan)):
@@ -222,7 +222,7 @@ class OpenRun:
         """
         plan = self.plan
         self.schedule_steps(first_step, num_steps)
-        # The rank has already joined the default group of torch.distributed.
+        # `make_collectives` uses the default group of torch.distributed, which this rank has already joined.
         engine = StepEngine(
             self.store,
             model_for_steps(plan),

@@ -78,7 +78,7 @@ class Preparation:
         self.check_limits()
         if group.world.is_first:
             self.check_folders()
-        # After an export, the run may need neither weights nor space. The data will show whether steps are left.
+        # If an export exists, the run may be done and need neither weights nor space. Only the data will show this.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
             _ = self.weights  # raises if weights are unusable or a drive is full
         self.activity.begin("reading the data")

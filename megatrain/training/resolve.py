@@ -1,6 +1,6 @@
-"""Resolves a config to a run's numbers, paths, dtypes and choices. No other module derives these values.
+"""Resolves a config into records of a run's numbers, paths, dtypes and choices. No other module derives these values.
 
-The layers below the trainer use these records and never see the config. Each record is defined next to its users.
+The layers below the trainer use the records and never see the config. Each record is defined next to its users.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
-    """Resolve a config to a run on a machine.
+    """Resolve a config to the specification of a run on a machine.
 
     Raises:
         ConfigError: The config requests a GPU, but the machine has none.
@@ -172,7 +172,7 @@ def _tier_specs(
 def _placement_spec(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     """Return the allowed homes of each kind of block.
 
-    GPU memory is an allowed home if the config lists it. Otherwise the planner chooses which blocks stay there.
+    If the setting of a kind is "auto", the planner can also choose GPU memory as the home of some of its blocks.
     """
     table = config.placement
     choices: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {

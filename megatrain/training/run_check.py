@@ -68,7 +68,7 @@ __all__ = ["check_run", "plan_one_rank", "refuse_early"]
 _BAD_ROW_HINT = 'data.bad_rows = "error" would end the run there. Fix or remove it, or write bad_rows = "drop"'
 
 T = TypeVar("T")
-#: A check that yields findings and returns what later checks need.
+#: A check that yields findings and returns an object that later checks need.
 Check = Generator[CheckResult, None, T]
 
 
@@ -206,7 +206,7 @@ class _RunCheck:
         """Yield the findings about each part, including an error that ends the check of a part.
 
         Args:
-            is_complete: Whether the config is complete. If mistakes were removed from it, it is not planned.
+            is_complete: Whether the config is complete. If wrong keys were removed from it, no plan is made.
             read_weights: As for :func:`check_run`.
         """
         yield from self._check_part("loggers", self._check_loggers())

@@ -113,7 +113,7 @@ class RunStart:
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
         """Copy a finished run's checkpoint if the config requests copies and no earlier start made this copy."""
-        # Only this rank is running, but a copy into a folder needs all ranks of the checkpoint.
+        # Only rank 0 runs this code, but a copy into a folder needs all ranks of the checkpoint.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint.drive_bytes
             with closing(open_copier(self.plan.run.checkpoint, drive_bytes, self.on_message)) as copier:

@@ -22,7 +22,7 @@ from tiered import StoreStats, TieredStore
 
 __all__ = ["StepMeter", "StepUsage", "add_by_key", "link_bytes"]
 
-#: Number of latest steps in the mean step time. A run's first steps are slower, because they compile kernels.
+#: Number of most recent steps in the mean step time. A run's first steps are slower, because they compile kernels.
 _MEAN_STEP_WINDOW = 20
 
 Number = TypeVar("Number", int, float)

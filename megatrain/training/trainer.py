@@ -43,7 +43,7 @@ def _check_ranks_agree(plan: Plan, config: RunConfig, group: RankGroup) -> None:
     """Check that all ranks have the same config, model and program. This is a collective.
 
     Raises:
-        WorldError: The ranks differ. The message contains the difference.
+        WorldError: The ranks differ. The message shows the difference.
     """
     if group.world.is_single:
         return

@@ -71,7 +71,7 @@ class TrainingLoop:
                 folder = self.export()
                 self._copier.finish()
             except KeyboardInterrupt as stop:
-                # If only this rank received the request, raise, because the other ranks wait for its next request.
+                # If only this rank received the signal, raise, because the others still wait for data from this rank.
                 is_known_to_all = self._group.world.is_single or isinstance(stop, ExportStopped)
                 if self._saver.saved_step != self.state.step or not is_known_to_all:
                     raise
@@ -219,7 +219,7 @@ class TrainingLoop:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Apply the pending update before the context. Begin a checkpoint inside it, and schedule steps after it.
+        """Return a context for beginning a checkpoint. Apply the pending update before it, and schedule steps after it.
 
         Steps are scheduled only after the context, because prefetched copies could affect the checkpoint's reads.
         """

@@ -41,7 +41,7 @@ from tiered.units import PAGE_BYTES, round_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Number of elements that are copied at a time without a reservation.
+#: Maximum number of elements to copy at a time. They need so little memory that none is reserved.
 _COPY_ELEMENTS = 1 << 20
 #: Special (layout, start, stop) messages from the reading rank: it needs no more ranges, or a stop was requested.
 _FINISHED, _STOPPED = ("", 0, 0), ("", 0, 1)
@@ -59,7 +59,7 @@ __all__ = [
 
 
 class WeightSource(Protocol):
-    """Source of the weights of a new run: ``WeightLoader`` or ``RandomWeights``."""
+    """Source of the weights of a new run: ``WeightLoader``, ``RandomWeights`` or ``AdaptedWeights``."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Fill ``out``, a 1-D fp32 tensor of zeros, with a layout's elements, beginning with element ``start``.
@@ -356,7 +356,7 @@ class Weights:
         for index, layout in enumerate(layouts):
             self._activity.begin_part(index, unit=layout.name, num_parts=len(layouts))
             home = self._plan.placement.homes[self._first_block(layout).key]
-            if not self._plan.budgets_by_tier[home].is_read_only:  # weights at read-only homes are read at each use
+            if not self._plan.budgets_by_tier[home].is_read_only:  # each use reads the weights from a read-only home
                 self._fill_layout(layout)
 
     def _fill_packed(self, layout: UnitLayout) -> None:
@@ -562,11 +562,11 @@ class GatheredWeights:
 
     @contextmanager
     def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """On rank 0, yield the reader of ``Weights``. After a stop request, it raises ``ExportStopped``."""
+        """On rank 0, yield a reader that gathers each range. After a stop request, it raises ``ExportStopped``."""
         with self._weights.export_reader(layout) as read_shard:
 
             def read(start: int, stop: int) -> Tensor:
-                if self._should_stop():  # the other ranks wait for a request, so rank 0 can still stop them
+                if self._should_stop():  # the other ranks are waiting for the next range, so rank 0 can end them
                     self._group.broadcast(_STOPPED)
                     raise ExportStopped
                 self._group.broadcast((layout.name, start, stop))
@@ -661,9 +661,9 @@ def saved_shards(plan: Plan) -> dict[str, SavedShard]:
 
 
 def _read_redivided(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-    """Read a range of a weight that the checkpoint divides into other blocks than this run."""
+    """Read a range of a weight that the checkpoint divides into different blocks than this run does."""
     weight = weight_key(key.rpartition("/")[0])
-    parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # raises if missing
+    parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # fails if missing
     for block, source, target in overlaps(parts, start, start + out.numel()):
         _read_elements(reader, block, source.start, out[target])
 
