@@ -78,7 +78,7 @@ def open_copier(
     rank: int = 0,
     gather: Gather = lambda item: [item],
 ) -> Copier:
-    """Return the copier that ``[checkpoint]`` requests.
+    """Return the copier that ``[checkpoint]`` configures.
 
     Args:
         drive_bytes: Bytes of one checkpoint that are on drives and must be copied, summed over ranks. 0 if

@@ -38,13 +38,13 @@ class Throttle:
             raise CopyCancelledError
 
     def pause(self, start_s: float) -> float:
-        """Pause for as long as the work since ``start_s`` took, then ``check``. Return the current time in seconds."""
+        """Pause for as long as the work since ``start_s`` took, then call ``check``. Return the current time."""
         self._disabled.wait(time.perf_counter() - start_s)
         self.check()
         return time.perf_counter()
 
     def delay(self, delay_s: float) -> None:
-        """Wait before another try, then ``check``. Only ``cancel`` shortens this wait."""
+        """Wait before another try, then call ``check``. Only ``cancel`` shortens this wait."""
         self._cancelled.wait(delay_s)
         self.check()
 

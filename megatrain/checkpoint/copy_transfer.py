@@ -256,6 +256,6 @@ def _sha256_of(path: Path) -> str:
 
 
 def find_run_files(output_dir: Path) -> dict[str, Path]:
-    """Return the files in a run's folder that are sent with each checkpoint, by relative name."""
+    """Return the files in a run's folder that are sent with each checkpoint, by path relative to the folder."""
     paths = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
     return {path.relative_to(output_dir).as_posix(): path for path in paths if path.is_file()}

@@ -50,7 +50,7 @@ class RankGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint or a complete copy of one, as its document describes it. No other file was read.
+    """A checkpoint or a complete copy of one, as its document describes it. No other file is read.
 
     Attributes:
         number: Number that grows with every checkpoint. For a single process, the number of the generation.
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """Name of the document, for messages."""
+        """Number and folder of the checkpoint, for messages."""
         return f"{'checkpoint' if self.is_listed else 'generation'} {self.number} in '{self.folder}'"
 
     @property
@@ -203,7 +203,7 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
         sort_keys: list[tuple[int, str] | None] = []
         number = 0
         for checkpoint in reversed(checkpoints):
-            # An older version, which does not count saves, may have continued the run. Its saves use the last number.
+            # An older version, which does not number saves, may have continued the run. Its saves get the last number.
             number = max(number, checkpoint.save_number)
             is_known = checkpoint.save_number or checkpoint.saved_at
             sort_keys.append((number, checkpoint.order_key[1]) if is_known else None)

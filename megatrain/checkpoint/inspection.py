@@ -77,7 +77,7 @@ def inspect_folder(
         GenerationError: The list of checkpoints is damaged, and ``on_damage`` is None.
     """
     search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
-    read = cache(read_manifest)  # because listing and inspection read the same manifests
+    read = cache(read_manifest)  # cached, because listing and inspection read the same manifests
     checkpoints = reversed(read_checkpoints(folder, on_damage, read))
     entries = (_inspect(entry, search, read, validate_state=validate_state) for entry in checkpoints)
     return [entry for entry in entries if entry is not None]

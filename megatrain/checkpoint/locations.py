@@ -38,8 +38,8 @@ __all__ = [
     "refused_drives",
 ]
 
-_ATTRIBUTES_KEY = "megatrain"  # same as in tiered.tiers.layout
-_STORE_NAME = "STORE.json"  # same as in tiered.tiers.directory
+_ATTRIBUTES_KEY = "megatrain"  # same as in tiered.tiers.layout, which imports torch
+_STORE_NAME = "STORE.json"  # same as in tiered.tiers.directory, whose import loads torch
 
 
 @dataclass(frozen=True, slots=True)

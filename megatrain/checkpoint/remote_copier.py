@@ -35,7 +35,7 @@ _POLL_S = 0.1
 
 
 class _UploadVerdict(IntEnum):
-    """Result of an upload try, which decides how the run continues. If ranks differ, the largest value applies."""
+    """Result of an upload attempt, which decides how the run continues. If ranks differ, the largest value applies."""
 
     DONE = 0
     DAMAGED = 1  # the checkpoint is damaged, so it is not copied
@@ -260,7 +260,7 @@ class RemoteCopier:
         self._try = None
 
     def _poll_at_full_speed(self) -> None:
-        """Let the current copy run at full speed for a moment, then ``poll``."""
+        """Let the current copy run at full speed for a moment, then call ``poll``."""
         if self._try is not None:
             self._try.job.upload.throttle.disable()
             wait([self._try.future], _POLL_S)

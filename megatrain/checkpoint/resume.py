@@ -189,7 +189,7 @@ def settings_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | 
 def _find_readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
     """Return a run's readable checkpoints and their copies, newest first.
 
-    If there is a copy, an ``UnreadableCheckpointsError`` about the checkpoints only becomes a notice.
+    If there is a copy, an ``UnreadableCheckpointsError`` about the checkpoints is only reported as a notice.
     """
     copies: list[InventoryEntry] = []
     with contextlib.suppress(UnreadableCheckpointsError):

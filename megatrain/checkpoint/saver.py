@@ -88,7 +88,7 @@ class Saver:
     def save(self, state: RunState, flush: Callable[[], AbstractContextManager[None]], *, wait: bool = False) -> None:
         """Save the run, unless a checkpoint of this step exists.
 
-        The write continues in the background after this method returns, unless ``wait`` or ``async_save = false``.
+        The write continues in the background after the method returns, unless ``wait`` is set or ``async_save`` is off.
 
         Args:
             flush: Function that returns a context in which weights and state include the last step's update.

@@ -1,4 +1,4 @@
-"""Config files: their schema, the reader, and the checks."""
+"""Config files: schema, loading and checks."""
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size

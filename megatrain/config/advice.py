@@ -35,10 +35,10 @@ class _LearningRates:
 
 _RATES = {
     "adamw": _LearningRates(1e-8, 5e-4, 1e-2),
-    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # for unscaled rates; updates are then as large as AdamW's
+    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # without scale_parameter, so its updates are as large as AdamW's
     "lion": _LearningRates(1e-9, 1e-4, 3e-3),
     "sgd": _LearningRates(1e-6, 1.0, 10.0),
-    "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" needs much larger rates than "match_rms_adamw"
+    "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # wide, because muon_adjust_lr = "original" needs much larger rates
 }
 
 
@@ -59,7 +59,7 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
 
 
 def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a warning if parameters seem to be several fused matrices that this project does not know how to split."""
+    """Yield a warning if parameters seem to contain several fused matrices that this project cannot split."""
     _, unknown = find_fused(graph)
     unsplit = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
     products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in unsplit)

@@ -22,7 +22,7 @@ def first_rows(path: str, config_path: str, task: str | None) -> DataFacts:
     if is_hub_name(path):
         if suffix_of(Path(path)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
             return DataFacts(config_path, problem=f"{config_path}: there is no such file yet")
-        return DataFacts(config_path)  # a hub data set, which only `check` fetches
+        return DataFacts(config_path)  # a data set on the hub, which `init` does not fetch
     try:
         preview = detect_format(path, None if task is None else row_kind(TASK_FACTS[task].rows(None)))
     except DataError as error:

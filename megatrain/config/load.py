@@ -51,7 +51,7 @@ def load_config(
     """Read and check a config. Write nothing, and do not open model and data files.
 
     Later values replace earlier ones: defaults, ``path``, ``extra_files`` in order, ``overrides``. Tables are merged,
-    and arrays are replaced. Paths in a file are relative to the file, and paths in ``overrides`` to the current one.
+    arrays are replaced. Paths in a file are relative to this file, and paths in ``overrides`` to the working directory.
 
     Args:
         path: Main file.

@@ -55,7 +55,7 @@ DECIDED_BY_RUNS: Mapping[str, Any] = {
 }
 
 
-# Written and read
+# Writing and reading
 
 
 def to_toml(config: RunConfig) -> str:
@@ -354,7 +354,7 @@ def load_run_config(path: Path) -> RunConfig:
     return config_from_toml(text, str(file))
 
 
-# Changed values
+# Replacing values
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

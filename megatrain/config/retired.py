@@ -30,7 +30,7 @@ RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
 
 
 def drop_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a config's values, as an earlier version wrote them, without the keys that have been removed."""
+    """Return a config's values, as an earlier version wrote them, without the keys that have been removed since."""
     return {
         key: drop_retired(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()

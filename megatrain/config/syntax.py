@@ -14,7 +14,7 @@ _LOOKS_LIKE_BARE_TEXT = re.compile(
 _LOOKS_LIKE_YAML = re.compile(r"\s*(?:- *)?([A-Za-z_]\w*)\s*:(\s|$)")
 _CURLY_QUOTES = ("\u2018", "\u2019", "\u201c", "\u201d")
 _DUPLICATE_KEY = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
-#: Part of tomllib's message -> the remedy; the first match wins.
+#: Remedies by part of the message from tomllib. The first match wins.
 _REMEDIES = (
     ("unclosed array", "Close the list with ]"),
     ("unclosed inline table", "Close the table with }, on the same line"),

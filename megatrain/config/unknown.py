@@ -100,7 +100,7 @@ def has_advice(path: KeyPath) -> bool:
 
 
 def nearest_table(path: KeyPath) -> str:
-    """Return the most similar table name on the same level, without its parent tables, or "" if none is similar."""
+    """Return the most similar table name on the same level, without its parent tables, or "" if there is none."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
     return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")
@@ -109,7 +109,7 @@ def nearest_table(path: KeyPath) -> str:
 def advice_for_unknown(path: KeyPath) -> str:
     """Return advice about an unknown key, or "" if it resembles no known key."""
     name, leaf = plain(path), str(path[-1])
-    retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
+    retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # the key or its whole table
     if retired is not None:
         return retired
     if name in PLANNED_KEYS:

@@ -43,7 +43,7 @@ _KINDS = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text in quotes",
-    "is_instance_of": "text in quotes",  # a path
+    "is_instance_of": "text in quotes",  # pydantic's error type for paths
     "tuple_type": "a list",
     "dict_type": "a table",
     "model_type": "a table",

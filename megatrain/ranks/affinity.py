@@ -15,7 +15,7 @@ _DEVICES = Path("/sys/bus/pci/devices")
 
 
 def rank_cores(rank: int, size: int, cores: Sequence[int] | None = None) -> list[int]:
-    """Return a rank's share of the cores, which is contiguous. Return all cores if there are more ranks than cores.
+    """Return a rank's contiguous share of the cores, or all cores if there are more ranks than cores.
 
     Args:
         rank: Number of the rank, counted from 0 among the ranks that divide the cores.

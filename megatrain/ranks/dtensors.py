@@ -129,8 +129,8 @@ def make_dtensor(local: Tensor, parameter: DTensor) -> Tensor:
 def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
     """Sum one value per parameter over the ranks that shard it. Values for unsharded parameters stay unchanged.
 
-    Values are added in rank order, so that all ranks get bit-identical sums. Collective: all ranks must call it with
-    the same parameters.
+    Values are added in rank order, so that all ranks get bit-identical sums. This is a collective: all ranks must call
+    it with the same parameters.
 
     Args:
         parameters: Parameters on any meshes.

@@ -138,7 +138,7 @@ def max_open_sums(num_lanes: int, own_lanes: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """All lanes of a step, and the range ``local_lanes`` of lanes that this rank sums."""
+    """The lanes of a step. This rank sums only ``local_lanes``."""
 
     num_lanes: int
     num_micro_batches: int

@@ -66,7 +66,7 @@ def launch(
     on_failure: Callable[[Failure], None],
     on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
 ) -> int:
-    """Run a command in several processes on this host and wait until all have ended. The processes are a run's ranks.
+    """Run a command as the ranks of a run, in several processes on this host. Wait until all processes have ended.
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded to rank 0, which informs the other ranks after the step. Each
     rank has a separate session, so that it does not receive Ctrl-C directly. If a rank fails, all ranks end. Ranks that

@@ -180,7 +180,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 
 def _tag_or_str(item: Any, buffers: list[bytes]) -> Any:
-    """Convert an exception's argument, or convert it to text if its type is unsupported. Any error can thus be sent."""
+    """Tag an exception's argument, or convert it to text if its type is unsupported, so that any error can be sent."""
     num_buffers = len(buffers)
     try:
         return _tag(item, buffers)

@@ -46,8 +46,8 @@ class StepRecord:
 class Consensus:
     """The decision whether a run stops or saves after a step, which is the same on all ranks.
 
-    A single process reads its requests at any time. Several ranks use the records gathered at the end of the last step,
-    so that all ranks make the same decision.
+    A single process uses its current requests. Several ranks use the records that were gathered after the last step, so
+    that all ranks make the same decision.
 
     Args:
         requests: Function that returns a record of the requests that this process received as signals.

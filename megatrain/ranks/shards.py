@@ -14,7 +14,7 @@ from megatrain.ranks.lanes import Lanes, rank_lanes, rank_micro_batches, subtree
 
 __all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "RankShards", "Sharding", "peer_links"]
 
-#: Names in links for ranks on the same host and for ranks on other hosts, as in ``"ranks->ram"``, ``"gpu->hosts"``.
+#: Names of other ranks in links, on the same host and on other hosts, as in ``"ranks->ram"`` and ``"gpu->hosts"``.
 PEER, NETWORK = "ranks", "hosts"
 
 SHARD_BLOCK_ELEMENTS = 65_536

@@ -121,7 +121,7 @@ class LauncherConnection:
 
     @classmethod
     def from_environment(cls) -> LauncherConnection | None:
-        """Return the connection to the launcher, or None without a launcher. Replace stdin with an empty file."""
+        """Return the connection to the launcher, or None if there is none. Replace stdin with an empty file."""
         if os.environ.pop(LAUNCHED_VARIABLE, None) is None:
             return None
         connection = socket.socket(fileno=os.dup(0))

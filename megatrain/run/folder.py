@@ -119,7 +119,7 @@ class RunFolder:
             if not self.path.is_dir():
                 text = "the folder was removed while this run used it, and its checkpoints with it"
                 raise OSError(errno.ENOENT, text, str(self.path))
-            lock, self._lock = self._lock, None  # a second release would close other files' descriptors
+            lock, self._lock = self._lock, None  # clear it first: a second release could close another file
             if lock is not None:
                 lock.release()
             self._lock = _lock(self.path)

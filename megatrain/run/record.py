@@ -139,7 +139,7 @@ def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
 def _write(path: Path, values: Mapping[str, Any]) -> Path:
     partial_path = path.with_name(f".{path.name}.partial")
     partial_path.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial_path, path)  # atomic for readers
+    os.replace(partial_path, path)  # atomic, so readers never see a partial file
     return path
 
 

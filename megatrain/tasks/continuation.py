@@ -1,4 +1,4 @@
-"""Generation of text after a batch of prompts. Uses transformers' ``generate`` and a store's blocks.
+"""Generation of text that continues a batch of prompts. Uses transformers' ``generate`` and a store's blocks.
 
 Used by commands (``generation``) and between the steps of a run (``evaluation``).
 """
@@ -37,7 +37,7 @@ class StoppedError(Exception):
 
 
 class Continuation:
-    """Generator of text after prompts, with the weights in a store. Must be used by only one thread.
+    """Generator of text that continues prompts, with the weights in a store. Must be used by only one thread.
 
     Args:
         plan: Plan of the passes for a batch of prompts.

@@ -185,7 +185,7 @@ def load_evaluation_sets(
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
     """Return the range of a pass's micro-batches that each rank evaluates. Each micro-batch has ``rows`` rows.
 
-    Every rank gets at least one micro-batch, and at most as many rows as in training. Metrics are the same in any case.
+    Every rank gets at least one micro-batch, and at most its number of rows in training. The metrics are always equal.
     """
     training_counts = [
         len(run.lanes.rank_micro_batches(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
@@ -241,7 +241,7 @@ def count_pass_traffic(plan: Plan, num_passes: int) -> dict[str, int]:
 
 
 class Evaluator:
-    """Evaluator that evaluates a run at the configured steps. Must be used by the training thread.
+    """Evaluator of a run, which evaluates at the configured steps. Must be used by the training thread.
 
     Args:
         steps_per_epoch: Number of steps in an epoch of training.
@@ -389,7 +389,7 @@ class _SplitRow:
 
 
 def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_SplitRow]:
-    """Return a set's first rows, split before the first token in the loss. Of preferences, only first answers are used.
+    """Return a set's first rows, split before the first token in the loss. For preferences, use only first answers.
 
     A text that is entirely in the loss is split in the middle.
     """
@@ -410,10 +410,10 @@ def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_token
 
 
 class Sampler:
-    """Generator of samples between training steps, which continue rows of evaluation sets with the current weights.
+    """Generator of samples between training steps. A sample continues a row of an evaluation set.
 
-    The most likely token is always selected, so samples depend only on the weights. The KV cache uses the memory of
-    gradients, activations and workspace, so that no tier exceeds its capacity.
+    The most likely token is always selected, so samples depend only on the current weights. The KV cache uses the
+    memory of gradients, activations and workspace, so that no tier exceeds its capacity.
 
     Attributes:
         planned_bytes: Planned bytes of all passes so far, by link.

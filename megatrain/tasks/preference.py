@@ -372,7 +372,7 @@ def describe_examples(batch: Mapping[str, Tensor], shifted_labels: Tensor) -> di
 
 
 def make_examples(host: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Examples:
-    """Create examples from the output of `describe_examples`. ``tensors`` contains them on the loss's device."""
+    """Create examples from ``host``, the output of `describe_examples`. ``tensors`` is a copy on the loss's device."""
     return Examples(
         tuple(host["counts"].numpy().tolist()),
         tensors["rows"],

@@ -143,7 +143,7 @@ def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: No
 
 
 def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
-    """Return a message about tensors that an export copies, and the error that opening the weights raises, or None.
+    """Return a message about tensors that an export copies, and the error raised by opening the weights, or None.
 
     A plan needs no weights, so a folder without weights causes neither an error nor a download.
     """
@@ -203,7 +203,7 @@ class OpenRun:
         return checkpoint
 
     def _report_memory(self) -> None:
-        """Report how long it took to make RAM resident and page-locked, unless it was short."""
+        """Report how long it took to make RAM resident and page-locked, if it took at least a second."""
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return

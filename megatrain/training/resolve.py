@@ -237,7 +237,7 @@ def resolve_logging(config: RunConfig) -> LoggingSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Resolved settings of a planned run that the plan does not contain.
+    """Resolved settings of a planned run, in addition to the settings in the plan.
 
     Attributes:
         config: Config with the planner's choices for unset keys, and with the commit of a hub model.

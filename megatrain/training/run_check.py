@@ -187,7 +187,7 @@ class _CheckedModel:
 
 
 class _RunCheck:
-    """Checks of all parts of a config that can be checked despite mistakes in the config.
+    """Checks of the parts of a config. A mistake in one part does not prevent the checks of other parts.
 
     The check of each part yields findings, and returns the objects that later checks need.
     """
@@ -235,7 +235,7 @@ class _RunCheck:
             yield from _problem_findings("loggers", error)
 
     def _check_device(self) -> Check[torch.device]:
-        resolve_model(self._config)  # raises if a hub has no such model
+        resolve_model(self._config)  # raises if the hub has no such model
         device_name = self._config.device
         device = THIS_MACHINE.resolve_device("auto" if device_name == "cuda" else device_name)
         if device_name == "cuda" and device.type != "cuda":
@@ -284,7 +284,7 @@ class _RunCheck:
         try:
             model = resolve_model(self._config)
             if checked_model is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
-                read_config(model.folder)  # transformers also reads it for the tokenizer
+                read_config(model.folder)  # transformers also reads config.json for the tokenizer
         except ModelFolderError:
             yield CheckResult("tokenizer", "note", "not checked before the model's config.json is valid")
             return None

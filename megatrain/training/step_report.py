@@ -46,7 +46,7 @@ class StepUsage:
     process: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, *, is_paused: bool) -> StepRecord:
-        """Return the measurements that ranks exchange. ``is_paused``: whether the rank waited for space on a drive."""
+        """Return the measurements that ranks exchange. ``is_paused`` states whether the rank waited for drive space."""
         return StepRecord(
             is_paused=is_paused,
             step_s=self.step_s,

@@ -41,7 +41,7 @@ from tiered.units import PAGE_BYTES, round_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Maximum number of elements to copy at a time. They need so little memory that none is reserved.
+#: Maximum number of elements to copy at a time. The copy is so small that its memory is not reserved.
 _COPY_ELEMENTS = 1 << 20
 #: Special (layout, start, stop) messages from the reading rank: it needs no more ranges, or a stop was requested.
 _FINISHED, _STOPPED = ("", 0, 0), ("", 0, 1)
@@ -321,7 +321,7 @@ class Weights:
                         _read_elements(reader, key, shard.owned.start, out)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
-        """Raise an error if state has a different format than in the run, because a conversion would change results."""
+        """Raise an error if the checkpoint's state has another format, because a conversion would change results."""
         if layer := find_split_mismatch(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
@@ -536,7 +536,7 @@ class GatheredWeights:
 
     @contextmanager
     def end_serving_on_exit(self) -> Iterator[None]:
-        """On rank 0, end the other ranks' ``serve`` on exit. An error in the context ends the run on all ranks."""
+        """On rank 0, end the other ranks' calls of ``serve`` on exit. An error in the context ends the whole run."""
         yield
         self._group.broadcast(_FINISHED)
 
@@ -634,7 +634,7 @@ class SavedShard:
 
 
 def saved_shards(plan: Plan) -> dict[str, SavedShard]:
-    """Return the shards of saved blocks, by key. Excludes state blocks that are stored per parameter."""
+    """Return the shards of saved blocks, by key. A single process omits state that is stored per parameter."""
     program, shards_by_key = plan.program, dict[str, SavedShard]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
