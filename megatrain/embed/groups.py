@@ -112,8 +112,8 @@ class StateGroup(ABC):
     def update(self, update: GroupUpdate) -> None:
         """Apply an update synchronously."""
         gradient_key = self.gradients.key
-        requests: list[Any] = [(key, "ram", "r" if key == gradient_key else "rw") for key in self.leased_keys()]
-        with torch.no_grad(), self.store.acquire_many(requests) as group:
+        leases = self.store.acquire_many([(k, "ram", "r" if k == gradient_key else "rw") for k in self.leased_keys()])
+        with torch.no_grad(), leases as group:
             self._apply(update, {lease.key: lease.tensor for lease in group})
         if gradient_key is not None:
             self.store.discard(gradient_key)
@@ -149,8 +149,7 @@ class StateGroup(ABC):
         Raises:
             WeightInUseError: The weights are in use.
         """
-        requests: list[Any] = [(key, "ram", "rw") for key in self._master_keys()]
-        with torch.no_grad(), self.store.acquire_many(requests) as group:
+        with torch.no_grad(), self.store.acquire_many([(key, "ram", "rw") for key in self._master_keys()]) as group:
             tensors = {lease.key: lease.tensor for lease in group}
             for entry in self.entries(names):
                 with self._master(entry, tensors) as blocks:

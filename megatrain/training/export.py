@@ -36,7 +36,7 @@ from tiered.ext import dtype_from_name
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Function that receives the current activity, the finished bytes and the total bytes. Bytes read back count too.
+#: Function that receives the current activity, the finished bytes and the total bytes. Bytes read back are included.
 OnProgress = Callable[[str, int, int], None]
 
 
