@@ -315,8 +315,8 @@ class Weights:
                     shard = shards[key]
                     out = tensor[: len(shard.owned)]
                     tensor[len(shard.owned) :].zero_()
-                    if block.kind == "weights" and key not in reader.blocks:
-                        _read_redivided(reader, key, shard.start + shard.owned.start, out)
+                    if block.kind == "weights":
+                        _read_weight(reader, key, shard.start + shard.owned.start, out)
                     else:
                         _read_elements(reader, key, shard.owned.start, out)
 
@@ -660,8 +660,8 @@ def saved_shards(plan: Plan) -> dict[str, SavedShard]:
     return shards_by_key
 
 
-def _read_redivided(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-    """Read a range of a weight that the checkpoint divides into different blocks than this run does."""
+def _read_weight(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
+    """Read a range of a weight. The checkpoint may divide the weight into different blocks than this run does."""
     weight = weight_key(key.rpartition("/")[0])
     parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # fails if missing
     for block, source, target in overlaps(parts, start, start + out.numel()):

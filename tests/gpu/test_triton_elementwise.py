@@ -108,7 +108,7 @@ def test_work_is_queued_on_the_current_stream() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 65, 65_536, 3_000_017])
-def test_norms_have_the_host_s_bits(size: int, dtype: torch.dtype) -> None:
+def test_norms_match_host_bits(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     gradient = torch.randn(size, generator=generator).mul_(torch.rand(size, generator=generator).pow(20)).to(dtype)
     assert float(device_squared_norm(gradient.to("cuda"))) == squared_norm(gradient)

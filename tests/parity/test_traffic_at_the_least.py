@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.base.observer import RunInfo, RunObserver
 from megatrain.config import load_config
 from megatrain.engine.tape.tape import compile_step
 from megatrain.plan import simulate
@@ -187,6 +189,38 @@ def test_each_step_reports_the_bytes_it_uses(
     steps = [line["link_bytes"] for line in lines if "loss" in line and "link_bytes" in line]
     assert len(steps) == 8
     assert steps[1:] == [trainer.plan.traffic] * 7
+
+
+def test_pending_writes_from_loading_are_not_counted_in_the_run(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run holds back its last write of a loaded block until the run has started."""
+    least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))
+    num_jobs, num_loading_jobs, has_started = 0, 0, threading.Event()
+    submit = Workers.submit
+
+    class Starts(RunObserver):
+        def on_start(self, info: RunInfo) -> None:
+            nonlocal num_loading_jobs
+            num_loading_jobs = num_loading_jobs or num_jobs
+            threading.Timer(0.05, has_started.set).start()
+
+    def submit_late(self: Workers, job: Callable[[], None], *, urgent: bool = True) -> None:
+        nonlocal num_jobs
+        num_jobs += 1
+        is_held = num_jobs == num_loading_jobs
+        submit(self, lambda: (has_started.wait(30) if is_held else None, job())[1], urgent=urgent)
+
+    monkeypatch.setattr(Workers, "submit", submit_late)
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        text = config_text(folder, models["dense"], ram=f"{least}B")
+        (folder / "run.toml").write_text(text.replace("[training]", "[training]\nmax_steps = 1"))
+        num_jobs = 0
+        has_started.clear()
+        trainer = Trainer(load_config(folder / "run.toml").config, observer=Starts())
+        assert trainer.train().link_bytes == trainer.plan.placement.run_traffic_bytes(1)
+    assert 0 < num_loading_jobs < num_jobs
 
 
 def test_saving_run_moves_the_traffic_of_its_stretches(

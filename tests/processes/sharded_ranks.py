@@ -148,6 +148,11 @@ def refusals(module: Net, folder: Path) -> dict[str, str]:
         found["rank"] = said(lambda: optimizer.load_state_dict(saved))
         saved["tiered"]["shards"] = [0, 4]
         found["world"] = said(lambda: optimizer.load_state_dict(saved))
+        partly_sharded = [module.scale, nn.Parameter(torch.ones(4))]
+        optimizer = megatrain.TieredAdamW(partly_sharded, store=store, checkpoint="generation", name="p")
+        saved = optimizer.state_dict()
+        saved["tiered"]["shards"] = None
+        found["partly sharded"] = said(lambda: optimizer.load_state_dict(saved))
         early = make(torch.float32)
         optimizer = optimizer_of(early, "fp32", store, name="f")
         optimizer.param_groups[0]["params"] = list(shard(early).parameters())

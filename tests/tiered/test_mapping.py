@@ -25,7 +25,7 @@ def make_store(path: Path) -> TieredStore:
     return TieredStore([RamTier(MiB, pin_memory=False), NvmeTier([path / "drive"], 8 * MiB, chunk_bytes=16 * KiB)])
 
 
-def test_it_is_used_like_a_dictionary(store: TieredStore) -> None:
+def test_store_behaves_like_a_dict(store: TieredStore) -> None:
     assert isinstance(store, MutableMapping) and len(store) == 0
     one, two = torch.arange(6.0).view(2, 3), torch.tensor([1, 2])
     store["a/b"] = one

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import unittest
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from tiered.ext import Candidate, EvictionPolicy, Link, Slot, TierUsage
 from tiered.links.base import HostLink
 from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite, link_suite
 from tiered.testing.manual import MemoryTier
+from tiered.testing.store_suite import RandomOperations
 
 
 def failed_tests(suite: object) -> set[str]:
@@ -376,6 +381,18 @@ def test_a_store_with_a_link_that_loses_bytes_is_seen() -> None:
     assert failed_tests(Stores(HostLink)) == set()
     assert "random_work_keeps_every_byte" in failed_tests(Stores(LosesTheEnd))
     assert "threads_keep_their_bytes" in failed_tests(Stores(FirstWriteStays))
+
+
+def test_random_work_includes_every_operation(tmp_path: Path) -> None:
+    store = Stores(HostLink)._store(str(tmp_path / "generations"))
+    with store, ExitStack() as stack:
+        names = ("acquire", "commit", "discard", "evict", "pin", "prefetch", "register", "unregister")
+        spies = {
+            name: stack.enter_context(mock.patch.object(store, name, wraps=getattr(store, name))) for name in names
+        }
+        RandomOperations(store, random.Random(0), Stores.unit_bytes).run(Stores.num_operations)
+        assert min(spy.call_count for spy in spies.values()) > 1
+        assert {call.args[2] if len(call.args) > 2 else "r" for call in spies["acquire"].mock_calls} == {"r", "w", "rw"}
 
 
 def test_a_write_back_that_only_seems_to_work_is_seen() -> None:

@@ -220,13 +220,13 @@ def setting_cases() -> Iterator[WrongInput]:
         work.rows("rows.jsonl", [*SOUND.values(), {"body": "x"}])
         return (f"rows.jsonl line {len(SOUND) + 1}",)
 
-    def cache_is_a_file(work: Workplace) -> Sequence[str]:
+    def put_cache_below_file(work: Workplace) -> Sequence[str]:
         work.config.put("data.cache_dir", '"rows.jsonl/cache"')
         return ("rows.jsonl/cache",)
 
     yield _case("chats for pretraining", kind, chats_as_text)
     yield _case("mixed formats, one unknown", kind, mixed)
-    yield WrongInput("the cache is below a file", kind, CODE, cache_is_a_file, ("run",))
+    yield WrongInput("the cache is below a file", kind, CODE, put_cache_below_file, ("run",))
 
 
 def cases() -> Iterator[WrongInput]:

@@ -150,6 +150,7 @@ REFUSED = {
     "gradient": "has the placements (Replicate(),), but the parameter has (Shard(dim=0),)",
     "rank": "this state names a generation of rank {other} of 2, but this is rank {own} of 2",
     "world": "this state names a generation of rank 0 of 4, but this is rank {own} of 2",
+    "partly sharded": "this state names a generation of one whole model, but this is rank {own} of 2",
     "replaced": "Create the optimizer afterwards",
 }
 

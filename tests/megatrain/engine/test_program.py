@@ -70,7 +70,7 @@ def test_schedule_lists_moved_and_written_blocks() -> None:
     assert Access(3 * period + UPDATE, "m", "ram", "rw") not in schedule
 
 
-def test_blocks_without_gradients_are_zero() -> None:
+def test_gaps_in_gradient_blocks_are_zeroed() -> None:
     """Padding, and parameters without a gradient, are zero: the norm covers the whole block."""
     layout = build_layout("unit", [("a", (3,)), ("b", (5, 2)), ("c", (2, 2))], trainable=True)
     names = [entry.name for entry in layout.entries]
