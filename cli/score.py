@@ -27,8 +27,8 @@ def command(source: ConfigSource, dry_run: bool, as_json: bool) -> int:
     """Write log-probabilities, likely tokens or embeddings of data.
 
     Reads [[data.train]] and trains nothing. Streams each weight from the model's folder once per pass. Each pass
-    processes the rows of one training step ([training]). [score] selects the contents of output_dir/scores. The same
-    command continues an earlier scoring.
+    processes the rows of one training step ([training]). [score] selects the contents of output_dir/scores. Run the
+    same command again to resume an interrupted scoring run.
 
     Ctrl-C or SIGTERM ends the command after the current pass, with exit code 75. Only the rows of an unfinished pass
     are scored again.

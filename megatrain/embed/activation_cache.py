@@ -51,7 +51,7 @@ class ActivationStats:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Tiers that saved tensors of one device use.
+    """Tiers used for saved tensors from one device.
 
     Attributes:
         homes: Allowed home tiers of blocks, preferred first.

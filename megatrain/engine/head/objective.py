@@ -25,7 +25,7 @@ class Objective:
     Attributes:
         loss: Loss to minimize. All losses except plain cross entropy need a chunked head.
         neftune_noise_alpha: Strength of the uniform noise on input embeddings; 0 for no noise. The noise is at most
-            alpha / sqrt(tokens in a row x width). Noise and dropout use the same random stream of the micro-batch.
+            alpha / sqrt(tokens in a row x width). Noise and dropout share the micro-batch's random stream.
     """
 
     loss: Loss = PLAIN

@@ -217,7 +217,7 @@ def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -
             return
 
 
-#: Functions ``conversion(draft, their_key, value, row)``, by kind of conversion (``Row.conversion``).
+#: Functions ``conversion(draft, tool_key, value, row)``, by kind of conversion (``Row.conversion``).
 CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
     "copy": _copy,
     "path": _path,

@@ -51,7 +51,7 @@ def translate_command_line(
         base: As in :func:`translate_file`.
 
     Raises:
-        TranslationError: The command starts no training, or an unsupported one.
+        TranslationError: The command starts no training run, or a kind of run that is not supported.
     """
     return _translate(read_command_line(words, tool), folder, base)
 
