@@ -1,9 +1,9 @@
 """Fake CUDA tensors on a machine without a GPU, so that every machine can trace a plan for a GPU.
 
-A plan for a GPU runs the engine on fake tensors with the device ``cuda``. Shapes, strides and device handling of fake
-kernels are torch's. Two things are replaced here: the choice of a kernel for attention, because a build without CUDA
-has none, and autograd's streams, because C++ asks a driver for them for any ``cuda`` tensor. To C++ the tensors report
-``lazy``, a device type without streams; tensors that it requests on ``lazy`` are made on ``cuda``.
+A plan for a GPU runs the engine on torch's fake tensors with the device ``cuda``. This module replaces two things. It
+chooses the attention kernel, because a build without CUDA has none. It also hides the device from autograd, which would
+ask a driver for the streams of ``cuda`` tensors. To C++ code, the tensors report ``lazy``, a device type without
+streams. If C++ code requests tensors on ``lazy``, they are made on ``cuda``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _torch_attention = functional.scaled_dot_product_attention
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Make fake tensors on "cuda" possible; with a real GPU, nothing changes."""
+    """Make fake tensors on "cuda" possible within the context. On a machine with a real GPU, nothing changes."""
     with nullcontext() if torch.cuda.is_available() else _in_place():
         yield
 
@@ -89,7 +89,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace sdpa by its kernel on an H100 in deterministic mode: flash for 16 bits, one width and no mask."""
+    """Call the kernel that SDPA would choose on an H100 in deterministic mode.
+
+    This is flash attention for 16-bit inputs with equal head sizes and no mask, else memory-efficient attention.
+    """
     if query.device.type != "cuda":
         return _torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

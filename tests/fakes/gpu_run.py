@@ -1,4 +1,4 @@
-"""Runs on a GPU, or on a software device if there is no GPU, for tests of both."""
+"""Helpers for training runs on a GPU, or on a software device if there is no GPU."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ GPU_TIER_BYTES = 64 * MiB
 
 @contextmanager
 def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> Iterator[VirtualCuda]:
-    """Let ``device = "cuda"`` select a software device of this size in the whole program.
+    """Make ``device = "cuda"`` select a software device of this size in the whole program.
 
     An integrated device uses the host's memory: ``tiered.ext.UnifiedTier`` lets it compute in place.
     """
     device = VirtualCuda(total_bytes, is_integrated=is_integrated)
     trace = keeping(_trace_on_cpu) if is_keeping(traced.trace_visits) else _trace_on_cpu
     patches = [
-        # Their kernels are the CPU's, and fake tensors of a device that torch was built without end the process. The
-        # device's mode also precedes the fake mode, so it would allocate the tensors that a trace makes up.
+        # Trace on the CPU, whose kernels the software device uses. If torch was built without CUDA, fake tensors on
+        # "cuda" crash the process. The device's mode would also allocate memory for a trace's fake tensors.
         mock.patch.object(traced, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
-        # torch itself creates this tensor, with its own view of the device.
+        # torch's C++ code creates this tensor, and does not know the software device.
         mock.patch.object(bound_unit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(traced, "has_liger_kernels", return_value=False),  # these kernels only run on a GPU
@@ -89,7 +89,7 @@ def _without_kernels(tensor: Tensor) -> bool:
 
 
 def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
-    """Queue the sums of squares on the stream like the Triton kernel, with the host's bits."""
+    """Queue the partial sums of squares on the stream, like the Triton kernel. They are bit-identical to the host's."""
     count = -(-gradient.numel() // NORM_BLOCK_ELEMENTS)
     partials: Any = torch.zeros(count, dtype=torch.float64, device=DEVICE)
     to, of = partials.memory, gradient.memory
@@ -111,7 +111,7 @@ def _queued_sum(partials: Any, device: VirtualCuda) -> Any:
 
 
 class QueuedOptimizer:
-    """Updates device memory like a Triton kernel: by kernels on the stream, with the host's bits."""
+    """Optimizer that queues updates on the stream, like a Triton kernel. Results are bit-identical to the host's."""
 
     def __init__(self, host: Any, device: VirtualCuda) -> None:
         updating = getattr(host, "inner", host)
@@ -151,7 +151,7 @@ class QueuedOptimizer:
 
 
 def gpu_config_text(folder: Path, model: Path, *, gpu_bytes: int = GPU_TIER_BYTES, **tables: Any) -> str:
-    """Return ``config_text`` with a GPU tier of ``gpu_bytes``."""
+    """Return the result of ``config_text`` with a GPU tier of ``gpu_bytes``."""
     return config_text(folder, model, device="cuda", gpu=f"{gpu_bytes}B", **tables)
 
 
@@ -161,7 +161,7 @@ def deterministic() -> Iterator[None]:
 
     CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS, as in ``tests/gpu/conftest.py``.
     """
-    settings: Any = torch.utils.deterministic  # a module whose attributes are set: no type knows them
+    settings: Any = torch.utils.deterministic  # Any, because no type stub has the attribute that is set below
     fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False
@@ -177,7 +177,7 @@ def no_waits_allowed() -> Iterator[None]:
     """Make torch raise an error if an operation synchronizes the host with the GPU."""
     try:
         with warnings.catch_warnings():
-            # torch warns once per process, after it has changed the mode, so an error would leave the mode set.
+            # torch warns once per process, after it has set the mode. Tests turn warnings into errors, so ignore it.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         yield

@@ -1,4 +1,4 @@
-"""A small server with the hub's HTTP protocol for fetching and pushing a model."""
+"""A small server that speaks the Hugging Face hub's HTTP protocol for downloading and uploading a model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TOKEN = "hf_of_the_test"
 
 @dataclass
 class FakeHub:
-    """State of the fake hub, and the requests to it.
+    """State of the fake hub, and a record of the requests to it.
 
     Attributes:
         address: URL of the server.
-        models: Files of each model, by id. Requests for models of the owner ``gated`` are refused.
-        commit: Commit of all models.
+        models: Files of each model, by model id. Requests for models of the owner ``gated`` are refused.
+        commit: Commit hash of all models.
         asked: (method, path, range) of each request for file contents.
-        cut: Bytes to send before each connection breaks, by file name.
-        sent: Pushed contents, by model id and path.
-        lfs: Contents of LFS files, by sha256.
+        cut: By file name, the offset in the file at which each connection breaks.
+        sent: Uploaded contents, by model id and path.
+        lfs: Contents of uploaded LFS files, by SHA-256.
     """
 
     address: str = ""

@@ -1,10 +1,10 @@
-"""A CUDA device that delays all work until the host waits for it, which reveals missing synchronization.
+"""A fake CUDA device that delays all work until the host waits for it, which reveals missing synchronization.
 
-Kernels and copies are queued on streams. When the host waits for an event, only the preceding work runs, in its stream
-and in streams that it waits for. A copy that does not wait for its kernel therefore always moves stale bytes, and a
-kernel whose slot was reused too early always reads a different block.
+Kernels and copies are queued on streams. When the host waits for an event, only the work before the event runs, on its
+stream and on the streams that it waits for. A copy that does not wait for its kernel therefore always moves stale
+bytes. A kernel whose slot was reused too early always reads a different block.
 
-The memory is the host's. The tiers, links, leases and the store, with all their threads, are real.
+Device memory is host memory. The store, tiers, links and leases are real, including their threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class LazyDevice:
-    """Streams and events that replace torch's within ``in_place``.
+    """Device whose streams and events replace torch's in the context ``in_place``.
 
     Attributes:
         num_trims: Number of calls of ``torch.cuda.empty_cache``.
@@ -40,26 +40,26 @@ class LazyDevice:
         self._current = threading.local()
 
     def check(self) -> None:
-        """Raise a pending error of the device. Every call from the host to the device runs this check."""
+        """Raise the device's pending error, if any. Every call from the host to the device calls this method."""
 
     def stream(self, *args: Any, **options: Any) -> LazyStream:
-        """Replaces ``torch.cuda.Stream``."""
+        """Return a new stream. Replaces ``torch.cuda.Stream``."""
         with self.lock:
             self._streams.append(LazyStream(self))
             return self._streams[-1]
 
     def event(self, **options: Any) -> LazyEvent:
-        """Replaces ``torch.cuda.Event``."""
+        """Return a new event. Replaces ``torch.cuda.Event``."""
         return LazyEvent(self)
 
     def current_stream(self, device: Any = None) -> LazyStream:
-        """Replaces ``torch.cuda.current_stream``."""
+        """Return the calling thread's current stream. Replaces ``torch.cuda.current_stream``."""
         stream: LazyStream = getattr(self._current, "stream", self.default)
         return stream
 
     @contextmanager
     def use(self, stream: LazyStream) -> Iterator[None]:
-        """Replaces ``torch.cuda.stream``. Copies inside the context are queued."""
+        """Make ``stream`` the current stream, and queue copies on it. Replaces ``torch.cuda.stream``."""
         before, self._current.stream = self.current_stream(), stream
         try:
             with _QueuesCopies(stream):
@@ -72,7 +72,7 @@ class LazyDevice:
         self.current_stream().queue(kernel)
 
     def gate(self) -> Gate:
-        """Queue a kernel on the current stream that ends only after the test opens the gate."""
+        """Queue a kernel on the current stream that ends only after the test has opened the returned gate."""
         gate = Gate(self)
         self.current_stream().queue(gate)
         return gate
@@ -87,14 +87,14 @@ class LazyDevice:
         self.num_trims += 1
 
     def gpu_tier(self, capacity_bytes: int, alignment_bytes: int = 512) -> GpuTier:
-        """Return a tier whose host memory counts as this device's memory."""
+        """Return a GPU tier in host memory that counts as this device's memory."""
         tier = GpuTier(capacity_bytes, device="cpu", alignment_bytes=alignment_bytes)
         tier.device, tier._is_cuda = DEVICE, True
         return tier
 
     @contextmanager
     def in_place(self) -> Iterator[LazyDevice]:
-        """Replace torch's device within the context."""
+        """Replace torch's CUDA functions with this device within the context."""
         names = {
             "Stream": self.stream,
             "Event": self.event,
@@ -107,7 +107,7 @@ class LazyDevice:
 
 
 class Gate:
-    """A kernel that runs until a test opens it."""
+    """Kernel that blocks its stream until a test opens the gate."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
@@ -123,13 +123,13 @@ class Gate:
 
 
 class LazyStream:
-    """Stream of queued work in order, of which the first ``num_done`` pieces have run."""
+    """Stream with a list of queued work. The first ``num_done`` items of the list have run."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
         self.work: list[Callable[[], Any]] = []
         self.num_done = 0
-        self._behind: dict[LazyStream, int] = {}  # stream -> amount of its work that precedes new work here
+        self._behind: dict[LazyStream, int] = {}  # stream -> number of its items that precede new work here
         self._runner: int | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
@@ -138,7 +138,7 @@ class LazyStream:
             self.work.append(work)
 
     def wait_event(self, event: LazyEvent) -> None:
-        """Wait for the work recorded before the event. As in CUDA, an event without a record causes no wait."""
+        """Make later work wait for the event. As in CUDA, an event that was never recorded causes no wait."""
         place = event.place
         if place is not None:
             self.queue(lambda: place[0].run_to(place[1], counts=False))
@@ -152,11 +152,11 @@ class LazyStream:
         self.wait_event(event)
 
     def is_behind(self, stream: LazyStream, stop: int) -> bool:
-        """Return whether the next queued work begins after the first ``stop`` pieces of work of a stream."""
+        """Return whether new work on this stream runs after the first ``stop`` items of another stream."""
         return stream is self or stream.num_done >= stop or self._behind.get(stream, 0) >= stop
 
     def all_before(self) -> dict[LazyStream, int]:
-        """Return the amount of work of each stream that precedes the next queued work."""
+        """Return, for each stream, how many of its items run before new work on this stream."""
         return {**self._behind, self: len(self.work)}
 
     def synchronize(self) -> None:
@@ -164,7 +164,7 @@ class LazyStream:
         self.run_to(len(self.work))
 
     def run_to(self, stop: int, *, counts: bool = True) -> None:
-        """Run the first ``stop`` pieces of work, or wait for the thread that runs them."""
+        """Run the first ``stop`` items of the stream, or wait for the thread that runs them."""
         lock, me = self._device.lock, threading.get_ident()
         with lock:
             while self.num_done < stop:
@@ -184,11 +184,11 @@ class LazyStream:
 
 
 def _done() -> None:
-    """Placeholder for finished work, so that the references of the work are freed."""
+    """Replace finished work, so that the objects that it references can be freed."""
 
 
 class LazyEvent:
-    """Event at a position in a stream."""
+    """Event that marks a position in a stream."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
@@ -212,7 +212,7 @@ class LazyEvent:
 
 
 class _QueuesCopies(TorchFunctionMode):
-    """Queues ``copy_`` on a stream instead of copying."""
+    """Function mode that queues each ``copy_`` on a stream instead of copying immediately."""
 
     def __init__(self, stream: LazyStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

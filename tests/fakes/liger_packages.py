@@ -1,4 +1,4 @@
-"""liger-kernel for tests: a substitute with torch operations, and the real package in Triton's interpreter."""
+"""liger-kernel for tests: a stand-in made of torch operations, and the real package in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("liger_kernel", "liger_kernel.transformers")
 
 @contextmanager
 def stand_in_liger() -> Iterator[None]:
-    """Make ``import liger_kernel`` find the substitute, even if the package is installed."""
+    """Make ``import liger_kernel`` find the stand-in, even if the real package is installed."""
     hidden = _forget()
     for name in PACKAGES:
         sys.modules[name] = ModuleType(name)
@@ -36,10 +36,10 @@ def _forget() -> dict[str, ModuleType]:
 
 
 def complete_interpreter() -> None:
-    """Add the functions that liger-kernel needs to Triton's interpreter, for the rest of the process.
+    """Add functions that liger-kernel needs to Triton's interpreter, for the rest of the process.
 
-    TRITON_INTERPRET=1 must be set before the process first imports Triton. fp32 only, unless a kernel itself converts
-    its loads to fp32: numpy has no bfloat16.
+    TRITON_INTERPRET=1 must be set before the process first imports Triton. Inputs must be fp32, because numpy has no
+    bfloat16, unless a kernel itself converts the values that it loads to fp32.
     """
     import numpy as np
     import triton.language as tl
@@ -48,7 +48,7 @@ def complete_interpreter() -> None:
     patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._implicit_cvt
 
     def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)  # Triton's version fails with numpy 2.5, because scalars are 1-element arrays
+        patch_tensor(tensor, scope)  # Triton's __index__ fails with numpy 2.5, because scalars are 1-element arrays
         scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
 
     def with_floats(value: Any) -> Any:
@@ -57,7 +57,7 @@ def complete_interpreter() -> None:
         return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
 
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patch, with_floats
-    # libdevice functions are machine code, so replace them.
+    # libdevice functions are machine code, which the interpreter cannot run, so replace them.
     in_words = {"rsqrt": lambda x: tl.math.rsqrt(x), "tanh": lambda x: 1 - 2 / (tl.exp(2 * x) + 1)}
     for name in ("rms_norm", "geglu"):
         module = importlib.import_module(f"liger_kernel.ops.{name}")

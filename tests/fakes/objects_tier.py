@@ -1,4 +1,4 @@
-"""The object tier of the example, as an additional tier of a run behind its drives."""
+"""Adds the object store tier of ``examples/extend`` to runs, as a tier that is slower than the drives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NAME = "objects"
 
 
 class ObjectsTier(run_tiers.RunTier):
-    """Object tier that is slower than all other tiers.
+    """Object store tier that is slower than all other tiers.
 
     Args:
-        url: URL for fsspec.
-        capacity_bytes: Size of the tier for all processes together.
+        url: URL in fsspec's format.
+        capacity_bytes: Size of the tier in bytes, shared by all processes.
     """
 
     name = NAME
@@ -38,6 +38,6 @@ class ObjectsTier(run_tiers.RunTier):
 
 @contextmanager
 def objects_tier(url: str, capacity_bytes: int) -> Iterator[None]:
-    """Add an object tier to every run. The arguments are those of `ObjectsTier`."""
+    """Add an object tier to every run within the context. The arguments are those of `ObjectsTier`."""
     with mock.patch.object(run_tiers, "RUN_TIERS", (*run_tiers.RUN_TIERS, ObjectsTier(url, capacity_bytes))):
         yield

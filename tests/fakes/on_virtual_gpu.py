@@ -5,8 +5,8 @@
     VIRTUAL_GPU_BYTES=50000000 python tests/fakes/on_virtual_gpu.py -m cli plan run.toml
     VIRTUAL_GPU_INTEGRATED=1 python tests/fakes/on_virtual_gpu.py -m cli run run.toml
 
-The arguments are those of the Python interpreter: a file, ``-m MODULE`` or ``-c CODE``, and arguments. Times are
-meaningless, so doctor's measurements are stored separately from the real machine's rates.
+Takes the same arguments as the Python interpreter: a file, ``-m MODULE`` or ``-c CODE``, followed by the program's
+arguments. Times are meaningless, so the measurements of ``doctor`` are stored separately from the real machine's rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WITH_NO_VALUE = ("-P", "-u", "-B", "-s", "-S", "-E", "-I")
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the program of a command line in this process."""
+    """Run a Python command line in this process, with the software device."""
     total_bytes = int(os.environ.get(TOTAL_BYTES, DEFAULT_TOTAL_BYTES))
     kind, rest = (words[0], words[1:]) if words[0] in ("-m", "-c") else ("", words)
     name, sys.argv = rest[0], [kind or rest[0], *rest[1:]]
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _start(process: Any, start: Callable[..., None], command: Any, *args: Any, **options: Any) -> None:
-    """Start a process like ``subprocess.Popen``, but run Python programs through this file."""
+    """Start a process like ``subprocess.Popen``, but run Python programs with this file, so they use the device."""
     start(process, _by_way_of_this_file(command), *args, **options)
 
 

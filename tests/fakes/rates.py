@@ -1,4 +1,4 @@
-"""Rates in doctor's format, as round numbers."""
+"""Machine and drive profiles in the format of the ``doctor`` command, with round numbers as rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = datetime.now(UTC)
 
 
 def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfile:
-    """Return a drive profile with these rates."""
+    """Return a drive profile with these rates in bytes per second."""
     return DriveProfile.model_validate(
         {
             "path": "/drive",
@@ -32,7 +32,7 @@ def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfi
 
 
 def make_machine(folder: Path, **changes: object) -> MachineProfile:
-    """Return a profile of this machine, as doctor stores it, with the drive of a folder."""
+    """Return a profile of this machine as ``doctor`` stores it, with the drive that contains ``folder``."""
     return MachineProfile.model_validate(
         {
             "host": platform.node(),

@@ -1,7 +1,7 @@
 """Records this process's operations on the files in a folder as a ``Recording``.
 
-The recorder replaces functions of ``os``, and ``open``. ``Recording.disk`` replays the operations, and a comparison
-with the folder shows that none was missed.
+The recorder replaces ``open`` and functions of ``os``. To check that no operation was missed, tests replay the
+recording with ``Recording.disk``, and compare the result with the folder.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fakes.recorded_disk import ROOT, Names, Operation, Recording, Resize, Sync,
 
 
 class _Recorder:
-    """Executes calls one at a time and records their effects. Thread-safe."""
+    """Recorder of the effects of file operations, which run one at a time. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = os.path.realpath(root)
         self.lock = threading.RLock()
         disk, self.numbers = scan(root)
         self.recording = Recording(Path(self.root), disk)
-        self.now = disk.copy()  # only names are kept up to date
+        self.now = disk.copy()  # tracks only names, not file contents
         self.next_number = len(self.numbers)
 
     # -- paths -------------------------------------------------------------------------------------------------
 
     def inside(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return a path relative to the recorded folder, or None if it is outside."""
+        """Return ``path`` relative to the recorded folder, or None if it is outside the folder."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
@@ -40,7 +40,7 @@ class _Recorder:
         return text[len(self.root) + 1 :] if text.startswith(self.root + "/") else None
 
     def at(self, relative: str) -> tuple[int, str, int | None]:
-        """Return the folder, the name and the number of a path. The number is None if the path does not exist."""
+        """Return the folder's number, the name in it, and the item's number, which is None if the path does not exist."""
         *parts, name = relative.split("/")
         folder = ROOT
         for part in parts:
@@ -48,7 +48,7 @@ class _Recorder:
         return folder, name, self.now.folders[folder].get(name)
 
     def of(self, fd: int) -> int | None:
-        """Return the number of an open file or folder, or None if it is outside of the recorded folder."""
+        """Return the number of an open file or folder, or None if it is outside the recorded folder."""
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(self.root):
             return None
         status = os.fstat(fd)
@@ -89,7 +89,7 @@ Calls = dict[str, Callable[..., Any]]
 
 
 def _replacements(recorder: _Recorder) -> Calls:
-    """Return the recording replacements of ``os`` functions, by name."""
+    """Return replacements for ``os`` functions that record their effects, by function name."""
     own = _making(recorder) | _renaming(recorder) | _writing(recorder) | _resizing_and_flushing(recorder)
     return {name: _one_at_a_time(recorder, function) for name, function in own.items()}
 
@@ -149,7 +149,7 @@ def _renaming(recorder: _Recorder) -> Calls:
                 return
             assert old is not None and new is not None, f"renamed across the border of what is recorded: {path}"
             (folder, last, number), (new_folder, new_last, was) = recorder.at(old), recorder.at(new)
-            if number != was:  # if both names belong to one file, a rename changes nothing
+            if number != was:  # if both names are links to the same file, a rename changes nothing
                 recorder.note(Names(((new_folder, new_last, number), (folder, last, None)), new))
 
         return rename
@@ -227,7 +227,7 @@ def _resizing_and_flushing(recorder: _Recorder) -> Calls:
 
 
 def _recording_open(recorder: _Recorder) -> Callable[..., Any]:
-    """Return an ``open`` whose files record every write."""
+    """Return a replacement for ``open`` whose files record every write."""
     real = io.open
 
     class RecordedFile(io.FileIO):

@@ -1,4 +1,4 @@
-"""A software disk that replays names, contents and flushes, completely or up to a power cut."""
+"""A software disk that replays recorded file operations, completely or up to a power cut."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Literal
 ROOT = 0  # the number of the recorded folder itself
 
 # A number identifies each file, folder and symbolic link, independent of its names.
-Change = tuple[int, str, int | None]  # (folder, name, new number of the name, or None if it was removed)
+Change = tuple[int, str, int | None]  # (folder's number, name, number of the named item, or None if removed)
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Change of a name, or both changes of a rename, the new name first."""
+    """Change of one name, or the two changes of a rename, with the new name first."""
 
     changes: tuple[Change, ...]
     place: str
@@ -47,7 +47,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Message of the recorded program."""
+    """Message that the recorded program left in the recording."""
 
     text: str
     place: str = ""
@@ -97,7 +97,7 @@ class Disk:
                 yield from self.walk(number, f"{prefix}{name}/")
 
     def listing(self) -> dict[str, tuple[str, str | bytes]]:
-        """Return the visible state: by path, the first path of the same item, and its contents or target."""
+        """Return the visible state: path -> (first path of the same item, the item's contents or link target)."""
         first: dict[int, str] = {}
         seen: dict[str, tuple[str, str | bytes]] = {}
         for path, number in self.walk():
@@ -106,7 +106,7 @@ class Disk:
         return seen
 
     def make(self, root: Path) -> None:
-        """Write this tree to an empty folder. Several names of a file become hard links."""
+        """Write this tree to an empty folder. If a file has several names, they become hard links."""
         made: dict[int, Path] = {}
         for name, number in self.walk():
             path = root / name
@@ -123,15 +123,15 @@ class Disk:
 
 @dataclass
 class Recording:
-    """Initial tree, which counts as flushed, and all later operations."""
+    """Initial tree, which counts as flushed, and all operations after it."""
 
     root: Path
     start: Disk
     operations: list[Operation] = field(default_factory=list)
-    new: Disk = field(default_factory=Disk)  # new folders, files and links by number, empty
+    new: Disk = field(default_factory=Disk)  # items created during the recording; files and folders are empty
 
     def blank(self) -> Disk:
-        """Return the initial tree, with all later items as empty items without names."""
+        """Return the initial tree, plus all items that were created later, without contents or names."""
         disk = self.start.copy()
         disk.folders |= {number: {} for number in self.new.folders if number != ROOT}
         disk.files |= {number: bytearray() for number in self.new.files}
@@ -156,7 +156,7 @@ class Recording:
 
 
 def scan(root: Path) -> tuple[Disk, dict[tuple[int, int], int]]:
-    """Return the tree of a folder, and the number of each inode."""
+    """Return the tree of a folder, and a mapping from (device, inode) to item number."""
     disk = Disk()
     status = root.stat()
     numbers = {(status.st_dev, status.st_ino): ROOT}
@@ -178,20 +178,23 @@ def scan(root: Path) -> tuple[Disk, dict[tuple[int, int], int]]:
     return disk, numbers
 
 
-#: Bytes that a drive writes atomically.
+#: Number of bytes that a drive writes atomically.
 SECTOR_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Shares of the unflushed names and contents that survive a power cut, 0 to 1."""
+    """Behavior of a disk at a power cut.
+
+    ``names`` and ``contents`` say how likely unflushed changes are to survive, from 0 (never) to 1 (always).
+    """
 
     disk: Literal["strict", "journal"]
     names: float
     contents: float
 
 
-#: From a loss to a survival of all unflushed data, and names without contents.
+#: Cases from losing all unflushed data to keeping all of it, including names that survive without their contents.
 SURVIVALS = tuple(
     Survival(disk, names, contents)
     for disk in ("strict", "journal")
@@ -200,7 +203,7 @@ SURVIVALS = tuple(
 
 
 def cut_power(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> Disk:
-    """Return the disk after a power cut that follows the first ``cut`` operations."""
+    """Return the disk after a power cut that occurs right after the first ``cut`` operations."""
     operations = recording.operations[:cut]
     synced = {operation.number: index for index, operation in enumerate(operations) if isinstance(operation, Sync)}
     names_until = _journal_end(recording, cut, survival, chance) if survival.disk == "journal" else 0
@@ -224,7 +227,7 @@ def cut_power(recording: Recording, cut: int, survival: Survival, chance: random
 
 
 def _write_torn(disk: Disk, operation: Write, survival: Survival, chance: random.Random) -> None:
-    """Write all sectors, some, or none."""
+    """Apply an unflushed write completely, partly (some of its sectors), or not at all."""
     if chance.random() >= survival.contents:
         return
     if survival.contents == 1 or chance.random() < 0.5:
@@ -238,8 +241,11 @@ def _write_torn(disk: Disk, operation: Write, survival: Survival, chance: random
 
 
 def _journal_end(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> int:
-    """Return the operation at which the journal ends. A flush writes it up to the flushed item's last change."""
-    changed: dict[int, int] = {}  # when a file or folder last changed its names or entries
+    """Return the index of the first operation after the journal's end.
+
+    A flush writes the journal up to the last change of the flushed item.
+    """
+    changed: dict[int, int] = {}  # item's number -> index of the last change of its names or entries
     least = most = 0
     for index, operation in enumerate(recording.operations[:cut]):
         match operation:

@@ -1,7 +1,7 @@
-"""A rollout engine on the CPU: the endpoints of vLLM's HTTP server that TRL's client uses, with a real model.
+"""A rollout engine on the CPU, which serves a real model at the vLLM HTTP endpoints that TRL's client uses.
 
-TRL's ``VLLMClient`` and ``VLLMGeneration`` run unchanged. NCCL needs GPUs, so a socket transfers the weights, in the
-order that ``/update_weights`` announced. As NCCL's packed producer does, the sender gathers several tensors before it
+TRL's ``VLLMClient`` and ``VLLMGeneration`` run unchanged. NCCL needs GPUs, so the weights go through a socket, in the
+order that ``/update_weights`` announced. Like vLLM's packed NCCL sender, the sender collects several tensors before it
 sends them.
 """
 
@@ -19,14 +19,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-PACKED = 5  # number of tensors in flight at the same time
+PACKED = 5  # number of tensors that are collected before they are sent
 
 
 class RolloutServer:
-    """Serves a model. ``received`` contains the tensor names of each update so far.
+    """Server of a model. ``received`` has the tensor names of each update, ``calls`` the path of each request.
 
     Args:
-        model: Plain model whose weights are replaced by updates.
+        model: Plain model, whose weights the updates replace.
     """
 
     def __init__(self, model: Any) -> None:
@@ -37,7 +37,7 @@ class RolloutServer:
 
     @contextmanager
     def running(self) -> Iterator[RolloutServer]:
-        """Serve within the context, and let TRL believe that vLLM is installed."""
+        """Serve requests within the context, and make TRL assume that vLLM is installed."""
         from trl.generation import vllm_client, vllm_generation
 
         thread = threading.Thread(target=self._served.serve_forever, daemon=True)
@@ -64,7 +64,7 @@ class RolloutServer:
             self._engine_side.close()
 
     def answer(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request."""
+        """Return the response to a request, as a JSON object."""
         self.calls.append(path)
         if path == "/v1/models":
             return {"data": [{"id": "policy"}]}
@@ -96,7 +96,7 @@ class RolloutServer:
 
     @torch.no_grad()
     def _choices(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield, for each prompt, the greedy answer and ``n`` - 1 answers that start with the next likeliest tokens."""
+        """Yield, for each prompt, the greedy answer and ``n`` - 1 answers that begin with the next likeliest tokens."""
         for prompt in request["prompt"]:
             for number in range(request["n"]):
                 ids, logprobs = list(prompt), list[float]()
@@ -112,7 +112,7 @@ class RolloutServer:
 
 
 class _Sender:
-    """Replaces vLLM's NCCL engine on the trainer's side."""
+    """Stand-in for vLLM's NCCL engine on the trainer's side."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, Tensor]], trainer_args: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""moto's S3 server on the loopback address, and a connection to it that can be cut, stalled or closed."""
+"""moto's S3 server on the loopback address, behind a proxy that can cut, stall or refuse connections."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import pytest
 
 @dataclass
 class Line:
-    """Port in front of the server that forwards all bytes.
+    """Proxy in front of the server, which forwards all bytes until a fault is set.
 
     Attributes:
-        port: Port on the loopback address.
+        port: Proxy's port on the loopback address.
         is_down: Whether every connection is closed immediately.
-        stall_after: Number of client bytes after which the connection stalls, or None.
-        cut_after: Number of client bytes after which the connection is reset once, or None.
+        stall_after: Number of bytes from clients after which connections stall, or None.
+        cut_after: Number of bytes from clients after which one connection is cut, or None.
         stalled: Event that is set when a stall begins.
-        num_cuts: Number of reset connections.
+        num_cuts: Number of connections that were cut.
     """
 
     upstream: tuple[str, int]
@@ -38,13 +38,13 @@ class Line:
     _released: threading.Event = field(default_factory=threading.Event)
 
     def restore(self) -> None:
-        """Remove all faults of the connection."""
+        """Clear all faults, and end stalls."""
         self.is_down, self.stall_after, self.cut_after, self._passed, self.num_cuts = False, None, None, 0, 0
         self._released.set()
         self._released, self.stalled = threading.Event(), threading.Event()
 
     def serve(self, listener: socket.socket) -> None:
-        """Run as the thread that accepts connections."""
+        """Accept connections until the listener is closed. Runs in its own thread."""
         while True:
             try:
                 client, _ = listener.accept()
@@ -56,7 +56,7 @@ class Line:
             threading.Thread(target=self._connect, args=(client,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
-        """Run as the thread of one connection."""
+        """Forward one connection in both directions. Runs in its own thread."""
         with client, socket.create_connection(self.upstream) as server:
             back = threading.Thread(target=self._forward, args=(server, client, False), daemon=True)
             back.start()
@@ -86,13 +86,13 @@ class Line:
 
 @dataclass
 class S3:
-    """S3 server with its address, and the faulty connection to it."""
+    """Proxy in front of the S3 server, and the server's own address."""
 
     line: Line
     direct: str
 
     def files(self) -> Any:
-        """Return a file system that bypasses the faulty connection."""
+        """Return a file system that bypasses the proxy."""
         import s3fs
 
         return s3fs.S3FileSystem(
@@ -102,7 +102,7 @@ class S3:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
-    """Start the server with the bucket "bucket". Environment variables lead clients to the faulty connection."""
+    """Start the server with the bucket "bucket". Environment variables direct clients to the proxy."""
     pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
     moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Valid documents with one random value at a random position."""
+"""Random values, and the positions where they can replace a value of a valid JSON document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUES = (
 
 
 def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (mapping or list, key or index) of each value in a JSON tree."""
+    """Yield (container, key or index) of each value in a JSON tree. A container is a mapping or a list."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, (dict, list)):

@@ -1,4 +1,4 @@
-"""Collectives in one process that simulate ranks with identical micro-batches: every peer sends the caller's data."""
+"""Simulated collectives in one process. All ranks have the same micro-batches: each peer sends the caller's data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatrain.ranks.world import World
 
 
 class Twins:
-    """Collectives of rank 0. Like NCCL's, they run on the current stream, if one exists.
+    """Collectives of rank 0. Like NCCL's, they run on the current stream, if there is one.
 
-    Tests use them to check only the engine's calls.
+    They only test how the engine calls collectives, not communication between processes.
 
     Args:
         size: Number of ranks.
@@ -27,7 +27,7 @@ class Twins:
 
     @classmethod
     def of(cls, world: World) -> Any:
-        """Return a replacement for the class ``Collectives`` in a world."""
+        """Return a factory that replaces the class ``Collectives`` for a world of this size."""
         return lambda tier, num_hosts: cls(world.size)
 
     def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> None:

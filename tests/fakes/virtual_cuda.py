@@ -1,16 +1,16 @@
-"""A software CUDA device: tensors that report ``cuda``, whose kernels run as late as allowed.
+"""A software CUDA device: its tensors report ``cuda``, and its kernels run as late as allowed.
 
-A test with host memory instead of GPU memory misses some errors. This device raises them like a real device: operations
-that mix tensors of host and device, host code that takes the address of device memory, and, with
-``torch.cuda.set_sync_debug_mode("error")``, operations that make the host wait. Kernels and copies are queued on the
-current stream, as in ``fakes.lazy_device``, and run when the host waits for later work. A copy that does not wait for
-its kernel therefore moves stale bytes.
+A test with host memory instead of GPU memory misses some errors. This device raises an error, like a real device, if
+an operation mixes host and device tensors, or if host code takes the address of device memory. With
+``torch.cuda.set_sync_debug_mode("error")``, it also raises an error if an operation makes the host wait. Kernels and
+copies are queued on the current stream, as in ``fakes.lazy_device``, and run when the host waits for later work. A copy
+that does not wait for its kernel therefore moves stale bytes.
 
-Freed memory is reused immediately, as in torch's caching allocator, but only after all work queued on it
-(``fakes.virtual_tensor.ReusedMemory``).
+Freed memory can be reused immediately, as in torch's caching allocator. The device raises an error if work that is
+queued on the memory could then race (``fakes.virtual_tensor.ReusedMemory``).
 
-The CPU does the arithmetic. The device does not simulate kernels with atomics, memory that libraries allocate inside a
-kernel, or speed.
+The CPU does the arithmetic. The device does not simulate atomics, speed, or memory that libraries allocate inside
+kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 
 _ILLEGAL_ADDRESS, _ALREADY_REGISTERED, _NOT_REGISTERED = 700, 712, 713
 
-#: Operations whose result the host needs immediately.
+#: Operations whose result the host needs immediately, so it waits for them.
 _LOOKS = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -63,33 +63,33 @@ _LOOKS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
-#: torch marks these views on the tensor. Device tensors here have no such marks, so compute the result instead.
+#: torch only sets a flag on the tensor for these views. ``VirtualTensor`` has no such flags, so compute the result.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
-#: Half-precision products with an fp32 sum -> the same operation for fp32 matrices.
+#: Half-precision matrix products with an fp32 result -> the same operation for fp32 matrices.
 _SUMMED_IN_FP32 = {aten.mm.dtype_out: aten.mm.out, aten.addmm.dtype_out: aten.addmm.out}
-#: Products that torch computes with cuBLAS, whose workspace setting determines the order of additions.
+#: Products that torch computes with cuBLAS. They are deterministic only with the workspace settings in ``_CONFIGS``.
 _CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
 _CONFIGS = (":4096:8", ":16:8")
-#: Operations with possible host tensors as arguments, which torch copies to the device.
+#: Operations that accept host tensors as indexes. torch copies such tensors to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
 class VirtualCuda(LazyDevice):
-    """One CUDA device, which is active in the context ``in_place``.
+    """A CUDA device that replaces torch's in the context ``in_place``.
 
     Args:
         total_bytes: Size of the device memory, as ``mem_get_info`` reports it.
-        is_integrated: Whether the device has no memory and computes in the host's pinned memory without copies.
+        is_integrated: Whether the device has no memory of its own, and computes in pinned host memory without copies.
 
     Attributes:
-        allocated_bytes: Bytes of live tensors.
-        peak_bytes: Maximum of ``allocated_bytes``.
-        others_bytes: Device memory that other programs use, in bytes.
+        allocated_bytes: Size of all live tensors.
+        peak_bytes: Maximum of ``allocated_bytes`` so far.
+        others_bytes: Size of the device memory that other programs use.
         num_calls: Number of calls from the host to the device.
-        last_call: Number of the call at which the device fails. All later calls also fail, as after an illegal access
-            or a hardware fault.
+        last_call: Number of the call at which the device fails, or None. All later calls also fail, as after an
+            illegal memory access or a hardware fault.
         waits: Names of operations that made the host wait.
-        allows_addresses: Whether tests may read tensor addresses; the program never may.
+        allows_addresses: Whether code may read tensor addresses. Only tests set this, because the program must not.
     """
 
     def __init__(self, total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> None:
@@ -104,7 +104,7 @@ class VirtualCuda(LazyDevice):
         self._forbids_waits = self._has_warned_of_mode = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
-        self._registered: set[int] = set()  # addresses that cudaHostRegister locked
+        self._registered: set[int] = set()  # addresses of memory that cudaHostRegister page-locked
         self._cublas_is_repeatable: bool | None = None
         self._last_error = threading.local()
         self._mode = threading.local()
@@ -113,9 +113,9 @@ class VirtualCuda(LazyDevice):
 
     @contextmanager
     def in_place(self) -> Iterator[VirtualCuda]:
-        """Replace torch's device, in this thread and in threads that start within the context."""
+        """Replace torch's CUDA device, in this thread and in threads that start within the context."""
         give_tensors_a_guard()
-        _device_constructors()  # caches torch's functions for the whole process, before the replacements below
+        _device_constructors()  # caches torch's functions for the process, before they are replaced below
         device, run = self, threading.Thread.run
 
         def run_with_device(thread: threading.Thread) -> None:
@@ -133,7 +133,7 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(_Dispatch(self))
             yield self
             self.synchronize()
-            gc.collect()  # freeing page-locked memory in cycles calls the device
+            gc.collect()  # frees page-locked memory in reference cycles now, because this calls the device
 
     def _functions(self) -> dict[str, Any]:
         properties = SimpleNamespace(
@@ -174,7 +174,7 @@ class VirtualCuda(LazyDevice):
 
     def _set_sync_debug_mode(self, mode: str) -> None:
         self._forbids_waits = mode == "error"
-        if not self._has_warned_of_mode:  # warns once, after the change, like torch
+        if not self._has_warned_of_mode:  # like torch, warn once, after setting the mode
             self._has_warned_of_mode = True
             warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
 
@@ -201,7 +201,7 @@ class VirtualCuda(LazyDevice):
         return zero | dict.fromkeys(names, self.allocated_bytes) | {"allocated_bytes.all.peak": self.peak_bytes}
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes of live tensors. Raises ``OutOfMemoryError`` with torch's message."""
+        """Add ``nbytes`` to the size of live tensors. Raises ``OutOfMemoryError`` with torch's message."""
         with self.lock:
             if nbytes > max(0, self._free_bytes()):
                 raise torch.OutOfMemoryError(
@@ -222,7 +222,7 @@ class VirtualCuda(LazyDevice):
         self._random = state.view(torch.int64).tolist()
 
     def draw(self) -> int:
-        """Return the seed of the next kernel with random numbers, in launch order like Philox counters."""
+        """Return a seed for the next kernel with random numbers. Like Philox counters, seeds follow launch order."""
         self._random[1] += 1
         return hash(tuple(self._random)) & 0x7FFFFFFFFFFF
 
@@ -254,14 +254,14 @@ class VirtualCuda(LazyDevice):
         return self.last_call is not None and self.num_calls >= self.last_call
 
     def is_page_locked(self, tensor: Tensor) -> bool:
-        """Return whether copies of this host tensor need no staging."""
+        """Return whether this host tensor is page-locked, so that copies need no staging."""
         if isinstance(tensor, VirtualTensor):
             return False
         address = tensor.data_ptr()
         return any(start <= address < start + nbytes for start, nbytes in list(self._locked_pages.items()))
 
     def page_locked(self, tensor: Tensor) -> Tensor:
-        """Page-lock a new host tensor for the life of the device, and return the tensor."""
+        """Page-lock a new host tensor for the lifetime of the device, and return the tensor."""
         self._locked_pages[tensor.data_ptr()] = max(tensor.nbytes, 1)
         tensor._keeps = self  # type: ignore[attr-defined]
         return tensor
@@ -269,16 +269,16 @@ class VirtualCuda(LazyDevice):
     # -- operations --------------------------------------------------------------------------------------------
 
     def tensor(self, memory: Tensor, allocation: Allocation | None = None) -> VirtualTensor:
-        """Return a new device tensor, or a view of an allocation."""
+        """Return a device tensor with the contents of ``memory``: a view of ``allocation``, if it is given."""
         return VirtualTensor(memory, allocation or Allocation(self, memory.untyped_storage().nbytes()))
 
     def view_of_host(self, memory: Tensor, device: Any) -> Tensor:
-        """Replace ``tiered.links.unified.device_view``: return a view of the same bytes without device memory."""
+        """Return a device tensor that shares host memory. Replaces ``tiered.links.unified.device_view``."""
         assert not memory.numel() or self.is_page_locked(memory), "the device cannot reach memory that is not pinned"
         return self.tensor(memory, Allocation(self, 0))
 
     def wait(self, name: str) -> None:
-        """Block the host until the current stream has finished."""
+        """Block the host until the current stream has finished, because of the operation ``name``."""
         if self._forbids_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
         self.waits.append(name)
@@ -290,7 +290,7 @@ class VirtualCuda(LazyDevice):
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default:
             return self._to_copy(*args, **kwargs)
-        # Such an operator reports its maximum output size to a trace; at run time the host waits for the actual size.
+        # A trace gets the maximum output size of megatrain's operators. At run time, the host waits for the actual size.
         if func in _LOOKS or func.namespace == "megatrain" or self._looks_at_mask(func, args):
             self.wait(str(func))
             return self._wrap_new(self._run(func, args, kwargs))
@@ -312,7 +312,7 @@ class VirtualCuda(LazyDevice):
                 self.memory.use(value.allocation, stream)
 
     def _multiply_half(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Multiply half-precision matrices with an fp32 sum, for which the CPU has no kernel."""
+        """Multiply half-precision matrices to an fp32 result. The CPU has no kernel for this, so convert them first."""
         *args, out_dtype = args
         assert out_dtype == torch.float32, out_dtype
         wide = [self.launch_op(aten._to_copy.default, (arg,), {"dtype": torch.float32}) for arg in args]
@@ -324,7 +324,7 @@ class VirtualCuda(LazyDevice):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def _from_host(self, func: Any, args: Any) -> Any:
-        """Replace allowed host tensors in the arguments by their current values, and reject other host tensors."""
+        """Replace allowed host tensors in the arguments with clones of their current values, and reject the others."""
 
         def check(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, VirtualTensor):
@@ -355,7 +355,7 @@ class VirtualCuda(LazyDevice):
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             shapes = result_on_meta(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):  # torch needs the values, or does not support the dtype
+        except (RuntimeError, NotImplementedError):  # the shape depends on values, or meta does not support the dtype
             self.current_stream().synchronize()
             return self._wrap_new(self._run(func, args, kwargs))
         made = map_leaves(lambda t: self.tensor(like(t)) if isinstance(t, Tensor) else t, shapes)
@@ -363,13 +363,16 @@ class VirtualCuda(LazyDevice):
         return made
 
     def _raise_last_error(self) -> None:
-        """Raise the last runtime error, because torch sees errors of earlier calls after a kernel launch."""
+        """Raise this thread's last CUDA runtime error. After a kernel launch, torch reports errors of earlier calls."""
         number, self._last_error.number = getattr(self._last_error, "number", 0), 0
         if number:
             raise RuntimeError(f"CUDA error: {number}")
 
     def _check_cublas(self) -> None:
-        """Read the cuBLAS setting at the first product, like torch. Later changes have no effect."""
+        """Check that deterministic mode has a suitable cuBLAS setting.
+
+        Like torch, read the setting at the first product. Later changes have no effect.
+        """
         if self._cublas_is_repeatable is None:
             self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _CONFIGS
         if torch.get_deterministic_debug_mode() == 2 and not self._cublas_is_repeatable:
@@ -401,7 +404,7 @@ class VirtualCuda(LazyDevice):
     def _run(self, func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
             args, kwargs = memories(args), on_host(memories(kwargs))
-            if func is aten.histc.default and not args[0].is_floating_point():  # only CUDA counts integers
+            if func is aten.histc.default and not args[0].is_floating_point():  # CPU: floats only
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             if seed is None:
                 return func(*args, **kwargs)
@@ -413,7 +416,7 @@ class VirtualCuda(LazyDevice):
         return map_leaves(lambda made: self.tensor(made) if isinstance(made, Tensor) else made, result)
 
     def create(self, func: Any, args: Any, kwargs: Any) -> VirtualTensor:
-        """Create a device tensor from numbers."""
+        """Run a factory function such as ``torch.zeros``, and return the new device tensor."""
         if func is aten.empty.memory_format or func is aten.empty_strided.default:
             return self.tensor(self._run(func, args, kwargs))
         made: VirtualTensor = self._compute(func, args, kwargs)
@@ -428,7 +431,7 @@ class VirtualCuda(LazyDevice):
         host = source if isinstance(target, VirtualTensor) else target
         to, come = (value.memory if isinstance(value, VirtualTensor) else value for value in (target, source))
         if host.dim() == 0 and host is source:
-            come = source.clone()  # a number in the kernel's arguments
+            come = source.clone()  # passed to the kernel by value
         elif not (non_blocking and self.is_page_locked(host)):
             self.wait("copy_ of memory that is not page-locked, or that blocks")
             with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
@@ -448,7 +451,7 @@ class VirtualCuda(LazyDevice):
         with _disable_current_modes():  # type: ignore[no-untyped-call]
             shape = aten._to_copy.default(memory.to("meta"), **options)
             host = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-        if goes_up:  # the conversion runs on the device
+        if goes_up:  # the dtype conversion runs on the device
             made = self.tensor(torch.empty_like(host))
             self._copy(made, source, non_blocking)
             return made
@@ -462,7 +465,7 @@ class _TimedEvent(LazyEvent):
 
 
 class _Dispatch(TorchDispatchMode):
-    """Forwards every operation with device tensors, and every new device tensor, to the device."""
+    """Mode that forwards operations to the device if they use or create device tensors."""
 
     def __init__(self, device: VirtualCuda) -> None:
         super().__init__()
@@ -470,7 +473,7 @@ class _Dispatch(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return False: this mode is a device, not an observer of operations."""
+        """Return True, because this mode implements a device, and does not observe operations like a user's mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,8 @@
-"""Support for ``megatrain.offload`` on a software CUDA device, whose tensors are a Python class.
+"""Support for ``megatrain.offload`` on a software CUDA device, whose tensors are of a Python class.
 
-torch moves a host parameter to a device by setting ``data``, but rejects tensors of a different class. The parameter is
-therefore swapped with a new device parameter, and keeps that class while it is present or absent.
+To move a host parameter to a device, torch sets its ``data``, but it rejects data of a different tensor class. These
+replacements swap the parameter with a new device parameter instead. The parameter then remains a ``VirtualTensor``,
+whether its contents are present or absent.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _make_placeholder(parameter: Tensor, name: str, *, is_gradient: bool = False
 
 
 class _Data:
-    """Replaces ``Tensor.data``."""
+    """Descriptor that replaces ``Tensor.data``."""
 
     def __get__(self, parameter: Any, owner: Any = None) -> Tensor:
         numbers: Tensor = Tensor.data.__get__(parameter)  # type: ignore[attr-defined]
@@ -66,7 +67,7 @@ class _Data:
 
 @contextmanager
 def embedded(device: VirtualCuda) -> Iterator[None]:
-    """Support offloaded modules on the device."""
+    """Make ``megatrain.offload`` support the device within the context."""
     address = weights._address
     stand_ins: dict[str, Any] = {
         "_DATA": _Data(),
@@ -74,7 +75,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "StoredParameter": _Stored,
         "make_placeholder": _make_placeholder,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
-        "count_references": lambda tensor: 0,  # references by queued kernels do not count as uses by the program
+        "count_references": lambda tensor: 0,  # queued kernels hold references that are no uses by the program
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "allows_addresses", True))
@@ -85,7 +86,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
 
 
 def _replace(stack: ExitStack, modules: Sequence[ModuleType], stand_ins: Mapping[str, Any]) -> None:
-    """Replace globals in every module that has them. A stand-in without a global has an outdated name."""
+    """Replace globals in all modules that have them. Assert that each name exists in at least one module."""
     replaced = [(module, name) for module in modules for name in stand_ins.keys() & vars(module).keys()]
     assert {name for _, name in replaced} == stand_ins.keys()
     for module, name in replaced:
@@ -93,7 +94,7 @@ def _replace(stack: ExitStack, modules: Sequence[ModuleType], stand_ins: Mapping
 
 
 class _Storage:
-    """Replaces the storage of a device tensor, because torch does not support it."""
+    """Stand-in for the storage of a device tensor, because torch does not support storages of such tensors."""
 
     device = DEVICE
 
@@ -106,7 +107,7 @@ class _Storage:
 
 
 class _WeakStorage:
-    """Replaces ``WeakStorage``. A storage lives as long as its allocation."""
+    """Stand-in for ``WeakStorage``. A storage lives as long as its allocation."""
 
     def __init__(self, storage: _Storage) -> None:
         self._storage, self._allocation = copy(storage), ref(storage.allocation)
@@ -137,7 +138,7 @@ def _probe(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def offloading(device: VirtualCuda) -> Iterator[None]:
-    """Support tensors of the device in ``offload_activations``."""
+    """Make ``offload_activations`` support the device's tensors within the context."""
     is_plain_strided = activations.is_plain_strided
     stand_ins: dict[str, Any] = {
         "is_plain_strided": lambda tensor: isinstance(tensor, VirtualTensor) or is_plain_strided(tensor),

@@ -1,4 +1,4 @@
-"""Tensors of a software CUDA device (``fakes.virtual_cuda``), and helpers for operations on them."""
+"""Tensors on a software CUDA device (``fakes.virtual_cuda``), and helpers for operations on them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: Device type in torch's C++ code. torch registers no kernel for this type, so no kernel can run by mistake.
+#: Device type that torch's C++ code sees. torch has no kernels for this type, so none can run by mistake.
 INSIDE = torch.device("lazy", 0)
 
 
 class VirtualTensor(Tensor):
-    """Tensor of the device. ``memory`` has the contents after the pending kernels have run."""
+    """Tensor on the device. ``memory`` is the host tensor with its contents, once the pending kernels have run."""
 
     memory: Tensor
     allocation: Allocation
@@ -56,7 +56,7 @@ class VirtualTensor(Tensor):
         return 0
 
     def record_stream(self, stream: Any) -> None:
-        """Delay the reuse of freed memory until the work queued on a stream at that time has run."""
+        """Mark the memory as used on ``stream``. After it is freed, its reuse waits for the work queued there."""
         self.allocation.recorded.add(stream)
 
     def data_ptr(self) -> int:
@@ -64,16 +64,16 @@ class VirtualTensor(Tensor):
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage that views of the same memory share, unlike torch's storage of a wrapper tensor."""
+        """Return the storage of ``memory``, which its views share. torch's storage of a wrapper tensor is not shared."""
         return self.memory.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def tolist(self) -> Any:
-        """Copy to the host first, which torch does internally, but not for tensor subclasses.
+        """Copy to the host first. torch does this internally, but not for tensor subclasses.
 
-        A mode can override the call like any torch function, so the function is registered by name.
+        Function modes can still override the call, which they recognize by the inner function's name.
         """
 
         def tolist(tensor: Tensor) -> Any:
@@ -83,12 +83,12 @@ class VirtualTensor(Tensor):
         return torch.overrides.handle_torch_function(tolist, (self,), self) if is_watched else tolist(self)
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the tensor. torch converts lists to tensors internally, and copies them while the host waits.
+        """Index the tensor. As in torch, lists in the index become tensors, and the host waits while they are copied.
 
-        Only this class defines the method. If a test replaced ``__getitem__`` of ``Tensor``, CPython would treat the
-        class as a sequence from then on, and ``torch.tensor`` would ask a 0-dimensional tensor for its length.
+        This class overrides the method, because replacing ``Tensor.__getitem__`` would have lasting effects: CPython
+        would treat ``Tensor`` as a sequence, and ``torch.tensor`` would ask a 0-dimensional tensor for its length.
         """
-        # Active modes take precedence and call this method again.
+        # Active modes take precedence, and call this method again.
         if torch._C._is_torch_function_mode_enabled():
             return torch.overrides.handle_torch_function(_getitem, (self,), self, index)
         return _getitem(self, index)
@@ -98,7 +98,7 @@ class VirtualTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run operations while modes are off, because torch disables modes while it creates tensors of a subclass."""
+        """Run operations while no mode is active: torch disables modes while it creates tensors of a subclass."""
         owner = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
         return owner.allocation.device.launch_op(func, args, kwargs or {})
 
@@ -109,17 +109,17 @@ def _getitem(tensor: VirtualTensor, index: Any) -> Any:
     return Tensor.__getitem__(tensor, index)
 
 
-_getitem.__name__ = "__getitem__"  # modes read it
+_getitem.__name__ = "__getitem__"  # modes recognize the function by this name
 
 
 class Allocation:
-    """Device memory that lives as long as a tensor in it.
+    """Device memory that lives as long as any tensor in it.
 
     Attributes:
-        stream: Stream of the allocation. Freed bytes go to the next request on that stream.
-        uses: Amount of work up to the last kernel or copy that uses these bytes, by stream.
-        recorded: Streams for which the allocator waits.
-        first: Amount of work of ``stream`` that may still access the bytes for their previous owner.
+        stream: Stream on which the memory was allocated. Once freed, it can serve later requests on that stream.
+        uses: By stream, the number of work items up to the last kernel or copy that uses the memory.
+        recorded: Streams passed to ``record_stream``. The allocator waits for them before it reuses the memory.
+        first: Number of work items on ``stream`` that may still access the memory for a previous owner.
     """
 
     def __init__(self, device: VirtualCuda, nbytes: int) -> None:
@@ -138,19 +138,20 @@ class Allocation:
 
 
 class ReusedMemory:
-    """Model of torch's caching allocator, which immediately reuses freed memory on the stream of the allocation.
+    """Model of torch's caching allocator, which immediately reuses freed memory on the stream that allocated it.
 
-    The allocator ignores work of other streams. A later request of at most the same size can get any bytes that were
-    freed on the stream. This class raises an error if kernels could then race: another stream has work that the
-    requesting stream does not wait for, or the first use is on a stream that does not wait for the previous owners.
+    The allocator ignores work on other streams. A later request on the same stream can get any freed memory of at least
+    its size. This class raises an error if kernels could then race. This is the case if another stream has work on the
+    memory that the requesting stream does not wait for. It is also the case if the new owner first uses the memory on a
+    stream that does not wait for the previous owners.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last uses
+        self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> uses
 
     def take_back(self, allocation: Allocation) -> None:
-        """Record the work queued on freed memory."""
+        """Record which queued work still uses memory that is being freed."""
         with self._lock:
             found = self._freed.setdefault(allocation.stream, {}).setdefault(allocation.nbytes, {})
             for stream, stop in allocation.uses.items():
@@ -158,7 +159,7 @@ class ReusedMemory:
                     found[stream] = max(stop, found.get(stream, 0))
 
     def hand_out(self, stream: LazyStream, nbytes: int) -> int:
-        """Return ``Allocation.first`` of memory for a stream. Raises ``AssertionError`` if another stream uses it."""
+        """Return ``Allocation.first`` for a request. Raises ``AssertionError`` if another stream may use the memory."""
         if not nbytes:
             return 0
         with self._lock:
@@ -171,7 +172,10 @@ class ReusedMemory:
             return max((uses.get(stream, 0) for uses in fitting), default=0)
 
     def use(self, allocation: Allocation, stream: LazyStream) -> None:
-        """Record the next queued kernel or copy. Raises ``AssertionError`` if an earlier owner may use the memory."""
+        """Record that the next work on ``stream`` uses an allocation.
+
+        Raises ``AssertionError`` if work of a previous owner may still use the memory.
+        """
         with self._lock:
             assert stream.is_behind(allocation.stream, allocation.first), (
                 f"{allocation.nbytes} bytes are used on a stream that did not wait for the one they were allocated on, "
@@ -181,7 +185,7 @@ class ReusedMemory:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Map the leaves of a value or of an operation's arguments or results. torch's pytrees are too slow."""
+    """Apply ``change`` to all leaves of nested tuples, lists and dicts. torch's pytree functions are too slow."""
     if isinstance(value, tuple | list):
         return type(value)([map_leaves(change, item) for item in value])
     if isinstance(value, dict):
@@ -208,7 +212,7 @@ def memories(values: Any) -> Any:
 
 
 def on_host(kwargs: Any) -> Any:
-    """Return the keyword arguments of a factory for a host tensor."""
+    """Return a factory's keyword arguments, changed to make a host tensor."""
     kept = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "layout")}
     return kept | ({"device": "cpu"} if is_ours(kwargs.get("device")) else {})
 
@@ -217,7 +221,7 @@ _shapes: dict[Any, Any] = {}
 
 
 def result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the shapes of an operation's result, without running a kernel."""
+    """Return an operation's result as meta tensors, without running a kernel. Results are cached."""
     key = func, _key(args), _key(kwargs)
     if key not in _shapes:
         _shapes[key] = _compute_on_meta(func, args, kwargs)
@@ -244,7 +248,7 @@ def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         found = func(*map_leaves(shape, memories(args)), **map_leaves(shape, memories(kwargs)))
-        if func is aten.native_layer_norm.default:  # means have the dtype of the weights on a CPU, but fp32 on a GPU
+        if func is aten.native_layer_norm.default:  # the CPU's statistics have the weights' dtype, meta's are fp32
             dtype = (args[0] if args[2] is None else args[2]).dtype
             return found[0], found[1].to(dtype), found[2].to(dtype)
         return found
@@ -256,7 +260,7 @@ def like(shape: Tensor) -> Tensor:
 
 
 def without_modes(kernel: Callable[[], Any]) -> Callable[[], None]:
-    """Return a kernel that runs on the host without modes, even if the running thread has active modes."""
+    """Return a kernel that runs on the host with all modes disabled, even if the running thread has active modes."""
 
     def run() -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]

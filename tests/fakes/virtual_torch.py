@@ -1,4 +1,4 @@
-"""Replacements of torch functions that query the device in C++, for a software CUDA device."""
+"""Replacements for torch functions whose C++ code queries the device, for a software CUDA device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fakes.virtual_tensor import VirtualTensor, is_ours, map_leaves, memories
 aten = torch.ops.aten
 
 _NUM_DEVICE_TYPES, _LAZY, _META = 24, 13, 14
-_FLASH = 1  # value of flash attention in `_fused_sdp_choice`
+_FLASH = 1  # result of `_fused_sdp_choice` for flash attention
 
 _torch_to = Tensor.to
 
 
 def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace ``Tensor.to``, which queries the device guard for a "cuda" device without an index."""
+    """Replace ``Tensor.to``, which asks the device guard for the index of a "cuda" device without one."""
 
     def numbered(value: Any) -> Any:
         return DEVICE if isinstance(value, str | torch.device) and is_ours(value) else value
@@ -52,7 +52,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace sdpa, which has no kernel for this device, by the CPU's kernel."""
+    """Replace SDPA, which has no kernel for this device, with the CPU's kernel."""
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         inputs = memories((query, key, value, attn_mask))
@@ -70,9 +70,9 @@ _torch_tensor = torch.tensor
 
 
 def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """Replace ``torch.tensor``, which creates tensors from lists internally, and copies them to the device.
+    """Replace ``torch.tensor``: create the tensor on the host, and then copy it to the device.
 
-    torch's function also reads the values of nested tensors without a dispatch.
+    torch's version does both internally, and reads the values of tensors in ``data`` without a dispatch.
     """
     if isinstance(data, list | tuple):
         data = map_leaves(lambda each: each.tolist() if isinstance(each, Tensor) else each, data)
@@ -81,15 +81,16 @@ def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
 
 
 def class_of(make: Callable[..., Any]) -> type:
-    """Return a class whose constructor calls ``make``, for annotations that need a class."""
+    """Return a class whose constructor returns ``make(...)``, for annotations that need a class."""
     return type("Made", (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
 
 
 @functools.cache
 def give_tensors_a_guard() -> None:
-    """Let autograd accept device tensors. It gets streams from a device type's guard, but "lazy" has no guard.
+    """Let autograd accept tensors of the device type "lazy", for which torch has no device guard.
 
-    Use the guard of meta tensors, which does nothing. The registry is an array of pointers by device type.
+    Autograd gets streams from the guard, so register the guard of meta tensors, which does nothing. The registry is an
+    array of pointers, indexed by device type.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")

@@ -1,4 +1,4 @@
-"""Counts, on a CPU, operations that would make the host wait for a GPU, because the host reads their results."""
+"""Counts, on a CPU, the operations that would make the host wait for a GPU, because the host reads their results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAITS = (
     "unique_consecutive",
     "unique_dim",
 )
-# These bypass torch's dispatcher.
+# These methods bypass torch's dispatcher.
 METHODS = ("cpu", "numpy", "tolist")
 
 
 class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that would wait, by name, including indexing with a mask."""
+    """Mode that counts operations that would make the host wait, by name. Indexing with a mask counts too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Yield the counts of operations on the calling thread inside the context, including the backward."""
+    """Yield the counts of waiting operations that the calling thread runs in the context, including the backward."""
     counter = CountsWaits()
     with counter, mock.patch.multiple(torch.Tensor, **{name: _counting(name, counter.counts) for name in METHODS}):
         yield counter.counts
@@ -66,7 +66,7 @@ def _counting(name: str, counts: Counter[str]) -> Any:
         mirror = _get_current_function_mode()
         before = getattr(mirror, "num_answers", 0)
         result = method(tensor, *args, **kwargs)
-        if getattr(mirror, "num_answers", 0) == before:  # otherwise the host already had a copy
+        if getattr(mirror, "num_answers", 0) == before:  # otherwise, a host copy answered the call
             counts[name] += 1
         return result
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests on a GPU. With ``-m gpu`` they run on one; tests that a software device can run always run."""
+"""Fixtures for GPU tests. With ``-m gpu``, tests run on a real GPU. Otherwise, most run on a software device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once: cuBLAS then adds in the same order each time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once; makes cuBLAS add in a fixed order
 
 from fakes.gpu_run import virtual_gpu
 from fakes.virtual_cuda import VirtualCuda
@@ -17,13 +17,13 @@ from oracles.tiered_run import write_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with weights, config and tokenizer of the in-repo 0.82 M model."""
+    """Return a folder with weights, config and tokenizer of the repository's 0.82 M parameter model."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture(params=["virtual", pytest.param("real", marks=pytest.mark.gpu)])
 def virtual(request: pytest.FixtureRequest) -> Iterator[VirtualCuda | None]:
-    """Yield a software device for the test, or None with ``-m gpu``, when the test runs on the GPU."""
+    """Yield a software device for the test. With ``-m gpu``, yield None: the test then runs on a real GPU."""
     if request.param == "real":
         yield None
         return

@@ -1,9 +1,10 @@
-"""Two steps of a tiny model over GPU, RAM and files, for compute-sanitizer::
+"""Trains a tiny model for two steps with GPU, RAM and NVMe tiers, to be run with compute-sanitizer::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/one_step.py
 
-``--tool racecheck``, ``synccheck`` and ``initcheck`` take the same command. Without torch's cache every buffer is a
-separate allocation, so a kernel or a copy that leaves its slot is detected. Run it in the root of the repository.
+Run this command in the root of the repository. It also works with ``--tool racecheck``, ``synccheck`` and
+``initcheck``. Without torch's memory cache, every buffer is a separate allocation. The sanitizer therefore detects a
+kernel or a copy that accesses memory outside its slot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device tier and its links pass the suites."""
+"""The GPU tier and its links pass the conformance suites of ``tiered.testing``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needs a CUDA device: page-locked slabs, device slots, and the order of copies and kernels."""
+"""Tests of page-locked slabs, device slots, and the order of copies and kernels. They need a CUDA device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slot_of(tier: GpuTier | RamTier, nbytes: int) -> Slot:
 
 
 def busy(stream: torch.cuda.Stream) -> None:
-    """Keep a stream busy for a while, so that a missing wait would show."""
+    """Keep a stream busy for a while, so that a missing wait makes the test fail."""
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Needs a CUDA device: the orders that tests/tiered/test_cuda_order.py shows with a lazy device, on a busy one."""
+"""The ordering tests of tests/tiered/test_cuda_order.py, on a busy CUDA device instead of a lazy fake."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = [
 
 N = MiB
 NBYTES = 4 * N
-CYCLES = 400_000_000  # a few tenths of a second: much longer than a copy of 4 MiB
+CYCLES = 400_000_000  # a few tenths of a second, much longer than a copy of 4 MiB
 
 
 @pytest.fixture
 def store() -> Iterator[TieredStore]:
-    """Return a store whose GPU has room for two blocks."""
+    """Yield a store whose GPU tier has room for two blocks."""
     with TieredStore([GpuTier(2 * NBYTES), RamTier(32 * NBYTES)]) as made:
         yield made
     torch.cuda.synchronize()
@@ -112,7 +112,7 @@ def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel() -> None:
     gpu, ram = GpuTier(4 * NBYTES), RamTier(8 * NBYTES)
     link = CudaLink(ram, gpu)
     slots, sources = [slot_of(gpu), slot_of(gpu)], [slot_of(ram), slot_of(ram)]
-    for slot, source in zip(slots, sources, strict=True):  # streams and threads exist by now
+    for slot, source in zip(slots, sources, strict=True):  # creates streams and threads
         link.submit(source, slot, NBYTES).wait(60)
     for _ in range(5):
         busy()

@@ -1,4 +1,4 @@
-"""The GPU fails, or its memory runs out: one message, no hang, and the same command resumes the last checkpoint."""
+"""If the GPU fails or its memory runs out, the run ends with one message. The same command resumes the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 @pytest.fixture(scope="module")
 def expected(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
-    """Return the weights of an undisturbed run, and the number of its device calls from step ``AT`` on."""
+    """Return the weights of an undisturbed run, and the number of its device calls after step ``AT``."""
     run = model.copy(tmp_path_factory.mktemp("expected") / "run")
     with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
@@ -58,11 +58,11 @@ def weights(run: SavedRun) -> bytes:
 
 
 def failed(run: SavedRun, act: Callable[[VirtualCuda], object]) -> str:
-    """Train while ``act`` changes the device after step ``AT``; return the error message."""
+    """Run a training in which ``act`` changes the device after step ``AT``. Return the error message."""
     with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
         after_step(patch, AT, lambda: act(device))
         done = run.run(**TABLES)
-        device.last_call = None  # closing the run calls the device
+        device.last_call = None  # cleaning up calls the device
     assert done.exit_code == 1, done.output
     error = done.output[done.output.index("error:") :]
     assert "internal" not in error and "Traceback" not in error, error
@@ -106,7 +106,10 @@ def test_the_device_fails_in_the_middle(
 
 
 def test_lists_of_tensors_convert_during_and_after_the_device() -> None:
-    """Code of models does this; a replaced ``Tensor.__getitem__`` would break it for the rest of the process."""
+    """Some models make tensors from lists of tensors.
+
+    If the device replaced ``Tensor.__getitem__``, this would fail for the rest of the process.
+    """
     with virtual_gpu():
         there = torch.arange(3, device="cuda")
         assert torch.tensor([there[1], there[2]], device="cuda").tolist() == [1, 2]

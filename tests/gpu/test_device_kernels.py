@@ -1,4 +1,4 @@
-"""Needs a CUDA device: the results of a step's kernels on it."""
+"""Tests of the results of a step's device kernels. They need a CUDA device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_rows_are_added_with_the_host_s_bits(
         monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: False)
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     generator = torch.Generator().manual_seed(3)
-    indexes = (WORDS * torch.rand(5000, generator=generator).pow(4)).long()  # some words again and again
+    indexes = (WORDS * torch.rand(5000, generator=generator).pow(4)).long()  # some words are repeated often
     rows = torch.randn(5000, WIDTH, generator=generator).to(dtype)
     layout = build_layout("unit", [("w", torch.Size((WORDS, WIDTH)))], True)
     parts = [range(1_000_000), range(1_000_000, 2_000_003), range(2_000_003, layout.num_elements)]

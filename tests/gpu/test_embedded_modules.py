@@ -1,4 +1,4 @@
-"""``megatrain.offload`` on a GPU: the numbers of the plain model, and the same bits at every size of GPU memory."""
+"""``megatrain.offload`` on a GPU: losses match the plain model, and are bit-identical for every GPU tier size."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
 def tiered(
     folder: Path, dtype: torch.dtype, *, gpu: int = 4 * MiB, weights: str = "ram", gradients: str = "ram"
 ) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
-    """Return losses, weights, and the bytes that every link moved."""
+    """Train an offloaded model. Return its losses, its weights, and the number of bytes that each link moved."""
     with megatrain.open_store(ram="8MiB", nvme=folder, nvme_size="32MiB", gpu=gpu) as store:
         model = megatrain.offload(make_model(dtype), store, weights=weights, gradients=gradients)
         optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)

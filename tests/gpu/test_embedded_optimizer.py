@@ -1,4 +1,7 @@
-"""TieredAdamW over ordinary parameters on a GPU: torch's numbers, the same bits wherever state is, no lost order."""
+"""Store-backed optimizers with ordinary parameters on a GPU.
+
+Losses match torch's optimizers, and are bit-identical wherever the state is. Copies wait for the kernels before them.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ def tiered(
         return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-# For torch 2.11 or newer: hooks keep nodes of the stream that created the optimizer. Streams are ordered anyway.
+# torch 2.11 or newer warns because hooks keep AccumulateGrad nodes of the stream on which the optimizer was created.
+# This is harmless, because the streams are synchronized.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
@@ -92,7 +96,7 @@ def test_losses_match_the_torch_optimizer(virtual: VirtualCuda | None, tmp_path:
 
 
 def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, tmp_path: Path) -> None:
-    """torch's do the same, wherever the state is; a later matrix also gets space."""
+    """Results match torch's Muon and do not depend on where the state is, even if matrices are added later."""
 
     def run(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[list[float], Tensor]:
         model = make_model(torch.float32)
@@ -116,7 +120,7 @@ def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, 
 
 
 def stepped(gradients: Sequence[Any]) -> Tensor:
-    """Return a parameter after steps with these gradients, each a call that makes one on the device."""
+    """Return a parameter after one step per gradient. Each item of ``gradients`` is a function that makes a gradient."""
     parameter = nn.Parameter(torch.zeros(64, 24, device="cuda"))
     with megatrain.open_store(ram="2MiB") as store:
         optimizer = megatrain.TieredAdamW([parameter], store=store, state=["ram"], max_grad_norm=0.0, **KERNELS)
@@ -128,7 +132,10 @@ def stepped(gradients: Sequence[Any]) -> Tensor:
 
 @pytest.mark.usefixtures("virtual")
 def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() -> None:
-    """The kernel is queued after the copies were placed behind the backward."""
+    """The kernel that flattens a gradient is queued after the copy stream began to wait for the backward.
+
+    The copy must therefore also wait for this kernel.
+    """
     generator = torch.Generator().manual_seed(1)
     numbers = [torch.randn(24, 64, generator=generator) for _ in range(STEPS)]
     crossed = stepped([lambda n=n: n.to("cuda").t() for n in numbers])
@@ -137,7 +144,7 @@ def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() ->
 
 
 class Sparse:
-    """The methods of a sparse gradient, which a software device lacks. A kernel makes its values."""
+    """Stand-in for a sparse gradient, which a software device does not support. ``to_dense`` queues a kernel."""
 
     layout, dtype = torch.sparse_coo, torch.float32
 

@@ -1,4 +1,4 @@
-"""The software device reuses freed memory as torch's allocator does, and detects collisions in it."""
+"""The software device reuses freed memory like torch's allocator, and detects races on reused memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ def _device() -> Iterator[None]:
 
 
 def read_on_side_stream(between: Change, behind: Change = lambda *_: None, size: int = SIZE) -> None:
-    """Read memory of one stream on another, free it, and make a tensor on the first one."""
+    """Read a tensor of the current stream on a side stream, free it, and allocate memory on the current stream.
+
+    Args:
+        between: Action before the tensor is freed.
+        behind: Action after the tensor is freed.
+        size: Number of elements of the new allocation.
+    """
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     tensor = torch.ones(SIZE, device="cuda")
     side.wait_stream(main)
@@ -40,7 +46,7 @@ def test_memory_that_another_stream_reads_is_refused() -> None:
     with pytest.raises(AssertionError, match="while another has work queued on them"):
         read_on_side_stream(lambda *_: None)
     torch.cuda.synchronize()
-    read_on_side_stream(lambda *_: None, size=2 * SIZE)  # does not fit into what was freed
+    read_on_side_stream(lambda *_: None, size=2 * SIZE)  # does not fit into the freed memory
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""On a device, kept graphs and saved attention give a recompute's bits, and graphs stay within the traced size."""
+"""On a GPU, kept graphs and saved results do not change a bit, and kept graphs do not exceed their traced size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use deterministic kernels: otherwise any two steps would differ."""
+    """Use deterministic kernels, because otherwise any two steps would differ."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -33,7 +33,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step(config: Any, dtype: torch.dtype, kept: Any, **saved: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
-    """Return the loss, the gradients, and the peak memory of the step without weights and gradients."""
+    """Run one step. Return its loss, gradients, and peak memory in bytes, not counting weights and gradients."""
     graph, model = build_graph(config, dtype=dtype), build_model(config, dtype).to("cuda")
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
     access._device, access.attention_nbytes = "cuda", 8 << 20
@@ -64,7 +64,7 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
     assert kept_loss == loss and kept_gradients.keys() == gradients.keys()
     assert all(torch.equal(kept_gradients[name], gradients[name]) for name in gradients)
     graphs = NUM_MICRO_BATCHES * sum(visit.memory.graph_nbytes for visit in trace.visits if not visit.is_head)
-    libraries_bytes = 64 * MiB if virtual is None else 0  # their own workspaces come on top
+    libraries_bytes = 64 * MiB if virtual is None else 0  # for the workspaces of CUDA libraries
     assert graphs / 2 < peak <= graphs + planned_workspace(graph, trace, NUM_MICRO_BATCHES) + libraries_bytes
 
 
@@ -86,7 +86,7 @@ def test_saved_results_on_a_device(what: str, family: str, dtype: torch.dtype, v
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedResults, "replay_calls", counted)
         saved_loss, saved_gradients, _ = step(config, dtype, (), **{what: range(1, 1 + config.num_hidden_layers)})
-    # Without a trace no product counts as unneeded: seven products, and attention if its kernel can be saved.
+    # Per layer: seven matrix products, and attention if its kernel is fused. Without a trace, no product is unneeded.
     is_fused = virtual is not None or dtype != torch.float32
     each = 1 if what == "saved_attention" else 7 + is_fused
     assert num_calls == [each] * config.num_hidden_layers * NUM_MICRO_BATCHES

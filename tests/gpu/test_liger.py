@@ -1,4 +1,4 @@
-"""liger-kernel's norms and MLPs in steps: nothing waits, bits stay."""
+"""Steps with liger-kernel's norms and MLPs: the host does not wait, and bits do not depend on the placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL_NVME = ALL_RAM.replace("ram", "nvme")
 
 @pytest.fixture
 def liger(virtual: VirtualCuda | None) -> Iterator[None]:
-    """Run steps with the package, or with its stand-in on a software device."""
+    """Use liger-kernel, or its stand-in on a software device."""
     if virtual is None:
         pytest.importorskip("liger_kernel")
     with nullcontext() if virtual is None else stand_in_liger():
@@ -45,7 +45,7 @@ def test_host_waits_only_for_the_end_of_a_step(tiny_model: Path, tmp_path: Path)
         trainer.store.wait_idle()
         plan.traced.optimizer.warm_up()
         engine, loader = trainer.make_engine(4), make_loader(config, plan)
-        for number in range(2):  # kernels are compiled
+        for number in range(2):  # compiles kernels
             engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         with no_waits_allowed():
             results = [engine.step(next(loader).micro_batches, step_index=n, lr=1e-3) for n in (2, 3)]

@@ -1,4 +1,4 @@
-"""``offload_activations`` on a GPU with several streams: no stream gets memory that another one uses."""
+"""``offload_activations`` on a GPU with several streams: no stream gets memory that another stream still uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_unpacking_stream_has_separate_memory() -> None:
                 found.append(node._saved_self)
                 products.append(found[-1] * 3)
         found.clear()
-        for stream in streams:  # takes the memory that this stream has freed
+        for stream in streams:  # reuses the memory that this stream freed
             with torch.cuda.stream(stream):
                 torch.empty_like(source).zero_()
         torch.cuda.synchronize()

@@ -1,4 +1,7 @@
-"""A GPU that shares the host's memory: one tier, no copies within it, and the bits of every other placement."""
+"""Runs on a GPU that shares the host's memory.
+
+They have one tier for this memory and copy nothing within it. Results are bit-identical to those of a discrete GPU.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def test_updates_without_a_kernel_of_the_gpu_are_made_by_the_host_in_place(tiny_
 
 @pytest.mark.usefixtures("integrated")
 def test_command_trains_stops_and_resumes(tmp_path: Path) -> None:
-    """The run trains adapters over a base that is read from the model's folder into the shared memory."""
+    """The run trains adapters. Base weights are read from the model folder into the shared memory."""
     run = make_run(tmp_path / "run")
     lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
     places = 'optimizer = ["nvme"]\nweights = ["folder", "ram"]\n'
@@ -96,7 +99,7 @@ def test_command_trains_stops_and_resumes(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path, text: str) -> list[tuple[float, float | None]]:
-    """Return losses and norms of the steps of one of two ranks."""
+    """Train as rank 0 of two simulated ranks. Return the loss and gradient norm of each step."""
     folder.mkdir()
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4")
     (folder / "run.toml").write_text(text)
@@ -144,7 +147,7 @@ def test_a_tenth_of_the_memory_is_reserved_for_the_machine(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("integrated")
 def test_sized_gpu_tier_uses_the_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remedy if one tier does not work: copies as on any GPU, and both tiers within the shared memory."""
+    """A run with ``tiers.gpu.size`` copies blocks as on any other GPU. Both tiers must fit into the shared memory."""
     monkeypatch.setattr(this_machine, "total_ram_bytes", lambda: 120 * GiB)
     monkeypatch.setattr(this_machine, "available_ram_bytes", lambda: 115 * GiB)
     specs = specs_of(tmp_path, '[tiers.gpu]\nsize = "60GiB"\n')

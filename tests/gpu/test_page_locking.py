@@ -1,4 +1,4 @@
-"""The engine uses memory that CUDA does not page-lock as it is, and nothing else fails."""
+"""A slab works if CUDA refuses or loses its page lock, and later kernels report no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and every gradient match plain Hugging Face on the same device, with the same bits wherever blocks are."""
+"""Loss and every gradient on a GPU match plain Hugging Face, and losses of a run are close to those on a CPU."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_gpu_loss_and_gradients_match_hugging_face(family: str, batches: str, virtual: VirtualCuda | None) -> None:
-    """fp32 without TF32. Loss within 1e-5, each gradient within 1e-4 of its largest element.
+    """In fp32 without TF32, the loss is within 1e-5, and each gradient within 1e-4 of its largest element.
 
-    The arithmetic is the same, but kernels for other shapes add in another order: the head runs in pieces, a recompute
-    has contiguous inputs. On a CPU the tolerance is a tenth of this one (tests/parity/test_families.py).
+    The arithmetic is the same, but kernels for other shapes add in a different order: the head runs in pieces, and a
+    recompute has contiguous inputs. On a CPU, the tolerance is a tenth of this (tests/parity/test_families.py).
     """
     assert not torch.backends.cuda.matmul.allow_tf32
     config = tiny_config(family)
     model = build_model(config).to("cuda")
-    model.tie_weights()  # moving to another class of tensors unties
+    model.tie_weights()  # a move to another class of tensors unties them
     micro_batches = BATCHES[batches]()
     on_device = [{name: tensor.to("cuda") for name, tensor in batch.items()} for batch in micro_batches]
     with deterministic():
@@ -62,7 +62,7 @@ def run(folder: Path, model: Path, dtype: str, **tables: str) -> TieredRun:
 
 @pytest.mark.usefixtures("virtual")
 def test_a_run_on_the_gpu_is_near_one_on_the_cpu(tiny_model: Path, tmp_path: Path) -> None:
-    """The same data and weights in fp32: losses of five steps within 1e-3."""
+    """With the same data and weights in fp32, the losses of three steps are within 1e-3."""
     on_gpu = run(tmp_path / "gpu", tiny_model, "float32")
     text = config_text(tmp_path, tiny_model, precision='compute_dtype = "float32"')
     on_cpu = run_config(text, tmp_path / "cpu", num_steps=NUM_STEPS)

@@ -1,4 +1,4 @@
-"""Needs a CUDA device, kvikio and GPUDirect Storage: files straight into device memory and back."""
+"""Direct transfers between files and device memory. They need a CUDA device, kvikio and GPUDirect Storage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-N = 5_000_001  # elements of a block: two parts, and no multiple of 4096 bytes
+N = 5_000_001  # elements of a block, which has two parts and is not a multiple of 4096 bytes
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder on a drive with GPUDirect Storage; MEGATRAIN_GDS_DIR replaces pytest's folder."""
+    """Return a folder on a drive with GPUDirect Storage: MEGATRAIN_GDS_DIR if it is set, else pytest's folder."""
     path = Path(os.environ.get("MEGATRAIN_GDS_DIR", tmp_path))
     if reason := probe_kvikio(path).reason:
         pytest.skip(f"GPUDirect Storage does not work in {path}: {reason}")
@@ -44,7 +44,7 @@ def test_device_memory_and_files_exchange_bytes_without_ram(store: TieredStore) 
     for number in range(4):
         with store.acquire("block", "gpu", "w") as lease:
             torch.arange(N, out=lease.tensor)
-            lease.tensor.add_(number)  # queued when the lease is returned: the write waits for it
+            lease.tensor.add_(number)  # still queued when the lease ends: the write waits for it
         store.evict("block", "gpu").wait(60)
         with store.acquire("block", "gpu") as lease:
             assert torch.equal(lease.tensor, torch.arange(N, dtype=torch.float32, device="cuda") + number)

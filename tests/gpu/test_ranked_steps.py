@@ -1,4 +1,4 @@
-"""Steps of ranks on a GPU: collectives on a separate stream, in the right order, without a host wait."""
+"""Steps of several ranks on a GPU: collectives run on a separate stream in the right order, without a host wait."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WORLD = World.local(0, 2)
 
 
 def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tables: str) -> tuple[Any, ...]:
-    """Return losses and norms of some steps, the last without a host wait, and how far ahead it gathered.
+    """Run steps, the last two without a host wait. Return losses and norms, and by how many visits gathers are ahead.
 
     Args:
-        ahead: gather ahead.
-        passes: stream parts of the vocabulary one by one.
-        tables: of ``config_text``.
+        ahead: Whether weights are gathered ahead.
+        passes: Whether parts of the vocabulary are streamed one by one.
+        tables: Config tables, as for ``config_text``.
     """
     folder.mkdir()
     tables["advanced"] = "" if ahead else "prefetch = 0"
@@ -51,7 +51,7 @@ def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tab
         engine = trainer.make_engine(NUM_STEPS)
         for number in range(NUM_STEPS):
             batch = next(loader).micro_batches
-            with no_waits_allowed() if number >= 2 else nullcontext():  # before, memory is made
+            with no_waits_allowed() if number >= 2 else nullcontext():  # the first steps allocate memory
                 result = engine.step(batch, step_index=number, lr=1e-3)
             found.append((result.loss, result.grad_norm))
         engine.finish_updates()

@@ -1,4 +1,4 @@
-"""Blocks that live and are updated in GPU memory have the bits of blocks that live in RAM."""
+"""Blocks that live in GPU memory, or are updated there, are bit-identical to blocks that live in RAM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BY_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
 
 @pytest.fixture(scope="module")
 def results_in_ram() -> dict[tuple[str, str], TieredRun]:
-    """Results with all homes in RAM, by optimizer and dtype."""
+    """Return an empty cache for results with all homes in RAM, by optimizer and dtype."""
     return {}
 
 
@@ -77,7 +77,7 @@ def test_homes_in_gpu_memory_change_no_bit(
 def test_matrices_are_made_orthogonal_on_the_device(
     dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """The bits are the device's wherever blocks are at home, and the bus traffic is planned."""
+    """Wherever blocks are at home, Muon's products run on the device. Bits are the same, and bus traffic is planned."""
     model = write_tiny_model(tmp_path / "model")
     results: list[TieredRun] = []
     for gpu, nvme, tables in (("160MiB", 0, {"placement": ALL_RAM}), ("160MiB", 0, {}), ("44MiB", 1, {"ram": "9MiB"})):
@@ -115,7 +115,7 @@ def test_matrices_are_made_orthogonal_on_the_device(
 def test_updates_that_are_shared_between_host_and_device_change_no_bit(
     optimizer: str, dtype: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """State is at home in RAM: some groups are updated there, the others are fetched to the device for their update."""
+    """All homes are in RAM. Some groups are updated there, and the others are fetched to the device for their update."""
     model = write_tiny_model(tmp_path / "model")
     results: dict[int, TieredRun] = {}
     for count in (0, 3, 100):
@@ -145,7 +145,7 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
 def test_updates_are_shared_if_the_rates_favor_it(
     params_per_s: float, bus: float, shares: bool, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """A slow processor with a fast bus shares updates, and the reverse does not; without rates nothing is shared."""
+    """With a slow CPU and a fast bus, the device makes some updates. In the reverse case, or without rates, it does not."""
     model = write_tiny_model(tmp_path / "model")
     text = config_text(tmp_path, model, nvme=0, device="cuda", gpu="24MiB", placement=ALL_RAM)
     (tmp_path / "run.toml").write_text(text)
@@ -177,7 +177,7 @@ def test_updates_are_shared_if_the_rates_favor_it(
 
 
 def moved_state(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a step moves to the device; the same number returns."""
+    """Return the bytes of optimizer state that a step moves to the device. Assert that it moves the same number back."""
     program, placement = plan.program, plan.placement
     moved = Traffic(program, placement.routes, placement.homes, placement.stays).step_bytes(
         lambda key: program.blocks[key].kind == "optimizer"
@@ -188,9 +188,9 @@ def moved_state(plan: Plan) -> int:
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_rows_fit_a_tier_without_space_for_a_mask(virtual: VirtualCuda | None, tmp_path: Path, packing: str) -> None:
-    """Neither packed documents nor single rows make a mask of [S, S]."""
+    """Neither packed documents nor single rows need a mask of shape [S, S]."""
     model = write_tiny_model(tmp_path / "model")
-    size = "30MiB" if virtual is None else "19MiB"  # a GPU's attention takes workspace
+    size = "30MiB" if virtual is None else "19MiB"  # attention on a GPU needs workspace
     text = config_text(tmp_path, model, nvme=0, device="cuda", gpu=size, data=f"packing = {packing}")
     text = text.replace("max_length = 64", "max_length = 1024").replace("batch_size = 2", "batch_size = 1")
     if virtual is not None:

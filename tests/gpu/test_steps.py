@@ -1,4 +1,4 @@
-"""Steps on a GPU: no host wait within a step, no growth over many, and no findings of the memory checker."""
+"""Steps on a GPU: the host does not wait within a step, memory does not grow, and compute-sanitizer finds no error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_host_waits_only_for_the_end_of_a_step(
     """torch raises an error at every operation that waits. The final read waits for an event, which torch allows."""
     tables = {"optimizer": f"max_grad_norm = {max_grad_norm}", "data": f"packing = {packing}", "placement": placement}
     with engine_in(tmp_path, tiny_model, 6, **tables) as (engine, loader, _):
-        for number in range(3):  # libraries initialize, and memory is allocated
+        for number in range(3):  # initializes libraries and allocates memory
             engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         with no_waits_allowed():
             results = [engine.step(next(loader).micro_batches, step_index=n, lr=1e-3) for n in range(3, 6)]
@@ -70,7 +70,7 @@ def test_host_waits_only_for_the_end_of_a_step(
 
 @pytest.mark.usefixtures("virtual")
 def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
-    """This includes the first time in a process, when torch warns after the change; the warning is an error here."""
+    """This includes the first block in a process. torch then warns after setting the mode, and tests raise warnings."""
     number = torch.ones((), device="cuda")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), no_waits_allowed():
@@ -101,7 +101,7 @@ def test_memory_is_constant_over_fifty_steps(
 def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
     gpu_bytes: int, is_tight: bool, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The largest tick needs 4.1 MiB, on a GPU 5.2. If all sizes fit side by side, steps reuse existing buffers."""
+    """The largest tick needs 4.1 MiB (5.2 MiB on a real GPU). If buffers of all sizes fit at once, steps reuse them."""
     if virtual is None and is_tight:
         gpu_bytes += MiB
     with engine_in(tmp_path, tiny_model, 4, gpu_bytes=gpu_bytes, placement=ALL_RAM) as (engine, loader, trainer):
@@ -110,7 +110,7 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
         for number in range(4):
             engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         engine.finish_updates()
-        assert (tier.num_drops > 0) == is_tight  # the step depends on the order in which copies end
+        assert (tier.num_drops > 0) == is_tight  # in which step depends on the order in which copies end
 
 
 @pytest.mark.usefixtures("virtual")
@@ -122,18 +122,18 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
             8,
             "32MiB",
             "36MiB",
-        ),  # without separate buffers, copies drop seven slabs of RAM in every step
+        ),  # without separate buffers, copies drop seven RAM slabs in every step
         pytest.param("7b_64k_equal", 28, "110MiB", "113MiB", marks=pytest.mark.slow),
         pytest.param(
             "14b+full_recompute+eager", 48, "124MiB", "113MiB", marks=pytest.mark.slow
-        ),  # three buffers of the GPU
+        ),  # without separate buffers, copies drop three GPU buffers in every step
         pytest.param(
             "20b_nvme+full_recompute+eager", 38, "126MiB", "113MiB", marks=pytest.mark.slow
-        ),  # seventeen slabs
+        ),  # without separate buffers, copies drop seventeen RAM slabs in every step
     ],
 )
 def test_no_step_of_a_shape_of_the_bench_allocates(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:
-    """The shape has a 1024th of the parameters and of the memory of GPU and machine."""
+    """Parameters, GPU memory and RAM are 1/1024 of the benchmark's."""
     case, tiers = part_named(part), {"gpu": {"size": gpu}, "ram": {"size": ram}}
     if case.uses_drive:
         tiers["nvme"] = [{"path": str(tmp_path / "drive"), "size": "1GiB"}]  # type: ignore[assignment]
@@ -163,8 +163,8 @@ def memory_of(tier: GpuTier) -> dict[str, int]:
     """Return the figures that must stay constant between two steps, and the resident memory of the process."""
     found = {"rss": psutil.Process().memory_info().rss, "drops": tier.num_drops}
     stats = torch.cuda.memory_stats()
-    # The number of slots depends on how far ahead fetches are; the tier keeps them within its size.
-    # `requested_bytes` counts requests: a block from the allocator's cache may be larger, and varies.
+    # Exclude slots: their number depends on how far ahead fetches are, and the tier limits their total size.
+    # `requested_bytes` does not include the allocator's rounding, which varies between steps.
     slot_bytes = tier._ledger.slot_bytes + tier._pool.pooled_bytes
     found["beside slots"] = stats["requested_bytes.all.current"] - slot_bytes
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}

@@ -1,4 +1,4 @@
-"""Updates that the device decides about have the bits of updates that the host decides about."""
+"""Updates are bit-identical whether the device or the host decides if a step is skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_in(folder: Path, model: Path, **tables: str) -> AbstractContextManager[S
 
 
 def steps(run: Steps) -> tuple[list[tuple[float, float, bool]], dict[str, str]]:
-    """Run four steps, of which the second is not finite; return their results and the digests."""
+    """Run four steps, the second with non-finite gradients. Return their results, and digests of weights and state."""
     for is_spoiled in (False, True, False, False):
         with pytest.MonkeyPatch.context() as patch:
             if is_spoiled:
@@ -36,7 +36,7 @@ def steps(run: Steps) -> tuple[list[tuple[float, float, bool]], dict[str, str]]:
 def test_updates_ahead_match_host_decided_updates_bitwise(
     optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that is not finite leaves weights, state and the count of updates unchanged."""
+    """A step with non-finite gradients leaves weights, state and the number of updates unchanged."""
     tables = {"optimizer": f'{optimizer}\nnonfinite = "skip"'}
     with run_in(tmp_path / "ahead", tiny_model, **tables) as run:
         assert run.engine._access.can_update_ahead

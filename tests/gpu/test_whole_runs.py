@@ -1,4 +1,7 @@
-"""The commands on a GPU: plan, run, status, export, doctor; stopped, killed, continued, at every GPU memory size."""
+"""The commands plan, run, status, export and doctor on a GPU.
+
+Results are the same for every GPU tier size, and after a run is stopped or killed and then resumed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ STEPS = 6
 EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
 SAMPLES = "predict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5\n"
 ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
-#: Placement, and the size of the GPU tier: "" for all free memory.
+#: Name -> (placement, size of the GPU tier). A size of "" means all free memory.
 SIZES = {
     "all that there is": ("", ""),
     "a part streams": ("", "2MiB"),
@@ -39,7 +42,7 @@ def tables(placement: str, gpu: str) -> dict[str, Any]:
 
 
 def result(run: SavedRun) -> tuple[list[float], list[float], str]:
-    """Return losses, held-out losses, and a digest of the exported weights."""
+    """Return training losses, held-out losses, and a digest of the exported weights."""
     rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "event" not in row]
     held_out = [row["loss"] for row in rows if row.get("event") == "evaluation"]
@@ -102,7 +105,7 @@ def test_stopped_run_matches_an_uninterrupted_run(model: SavedRun, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def sampled_on_cpu(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return the held-out continuations of a run on the CPU."""
+    """Return the continuations of held-out rows that a run on the CPU generated."""
     run = model.copy(tmp_path_factory.mktemp("on_cpu") / "run")
     done = run.run(steps=3, more=f"{EVALUATION}{SAMPLES}")
     assert done.exit_code == 0, done.output
@@ -130,7 +133,7 @@ def test_evaluations_continue_rows_as_on_a_cpu(
 
 @pytest.mark.slow
 def test_averages_are_evaluated_alike_at_every_size(model: SavedRun, tmp_path: Path) -> None:
-    """The average is computed and rounded on the device, or computed on the host and rounded there."""
+    """Depending on the size, the average is computed and rounded on the device or on the host."""
     found = []
     for number, size in enumerate(SIZES):
         run = model.copy(tmp_path / str(number))

@@ -1,4 +1,4 @@
-"""The calls that `bench/gpu.py` makes to the reference's trainer, on the CPU, where the reference cannot run."""
+"""CPU stand-in for the API of the reference trainer that `bench/gpu.py` calls. The reference itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 
 class CPUMasterConfig(SimpleNamespace):
-    """Accepts any arguments."""
+    """Config that accepts any arguments."""
 
 
 class CPUMasterModel:
-    """Whole-model autograd behind the reference's names; refuses a mask, which its sdpa path cannot take."""
+    """Plain autograd on the whole model, with the reference's API.
+
+    Rejects a mask, because the reference's SDPA path does not support one.
+    """
 
     def __init__(self, model: nn.Module, config: CPUMasterConfig) -> None:
         self._model, self._config = model, config

@@ -1,4 +1,4 @@
-"""liger-kernel's changes to existing models, with torch operations in place of its kernels, which need a GPU."""
+"""Stand-in for liger-kernel's patches of existing models. Torch operations replace its kernels, which need a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply_liger_kernel_to_llama(
     swiglu: bool = True,
     model: Any = None,
 ) -> None:
-    """Patch a model, and the names in its module for later models."""
+    """Patch a model, and also names in transformers' Llama module, which affects models that are built later."""
     from transformers.models.llama import modeling_llama
 
     assert model is not None and rms_norm
@@ -42,7 +42,7 @@ def apply_liger_kernel_to_llama(
 
 
 def apply_to_norms(rms_norm: bool = True, model: Any = None) -> None:
-    """Patch the norms of a model; unlike liger-kernel, leave its MLPs and experts unchanged."""
+    """Patch the norms of a model. Unlike liger-kernel, leave its MLPs and experts unchanged."""
     assert model is not None and rms_norm
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
