@@ -40,7 +40,7 @@ class _Recorder:
         return text[len(self.root) + 1 :] if text.startswith(self.root + "/") else None
 
     def at(self, relative: str) -> tuple[int, str, int | None]:
-        """Return the folder's number, the name in it, and the item's number, which is None if the path does not exist."""
+        """Return the folder's number, the name in it, and the item's number (None if the path does not exist)."""
         *parts, name = relative.split("/")
         folder = ROOT
         for part in parts:

@@ -290,7 +290,7 @@ class VirtualCuda(LazyDevice):
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default:
             return self._to_copy(*args, **kwargs)
-        # A trace gets the maximum output size of megatrain's operators. At run time, the host waits for the actual size.
+        # megatrain's operators give a trace their maximum output size. At run time, the host waits for the actual size.
         if func in _LOOKS or func.namespace == "megatrain" or self._looks_at_mask(func, args):
             self.wait(str(func))
             return self._wrap_new(self._run(func, args, kwargs))

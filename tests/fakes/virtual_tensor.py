@@ -64,7 +64,7 @@ class VirtualTensor(Tensor):
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of ``memory``, which its views share. torch's storage of a wrapper tensor is not shared."""
+        """Return the storage of ``memory``, which views share. torch's storage of a wrapper tensor is not shared."""
         return self.memory.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:

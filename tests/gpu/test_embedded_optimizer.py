@@ -120,7 +120,7 @@ def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, 
 
 
 def stepped(gradients: Sequence[Any]) -> Tensor:
-    """Return a parameter after one step per gradient. Each item of ``gradients`` is a function that makes a gradient."""
+    """Return a parameter after one step per gradient. Each item of ``gradients`` is a function that makes one."""
     parameter = nn.Parameter(torch.zeros(64, 24, device="cuda"))
     with megatrain.open_store(ram="2MiB") as store:
         optimizer = megatrain.TieredAdamW([parameter], store=store, state=["ram"], max_grad_norm=0.0, **KERNELS)

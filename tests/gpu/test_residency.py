@@ -77,7 +77,7 @@ def test_homes_in_gpu_memory_change_no_bit(
 def test_matrices_are_made_orthogonal_on_the_device(
     dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """Wherever blocks are at home, Muon's products run on the device. Bits are the same, and bus traffic is planned."""
+    """Muon's products run on the device wherever blocks are at home. Bits are the same, and traffic is planned."""
     model = write_tiny_model(tmp_path / "model")
     results: list[TieredRun] = []
     for gpu, nvme, tables in (("160MiB", 0, {"placement": ALL_RAM}), ("160MiB", 0, {}), ("44MiB", 1, {"ram": "9MiB"})):
@@ -145,7 +145,10 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
 def test_updates_are_shared_if_the_rates_favor_it(
     params_per_s: float, bus: float, shares: bool, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """With a slow CPU and a fast bus, the device makes some updates. In the reverse case, or without rates, it does not."""
+    """With a slow CPU and a fast bus, the device makes some updates. In the reverse case, it makes none.
+
+    Without measured rates, it makes none either.
+    """
     model = write_tiny_model(tmp_path / "model")
     text = config_text(tmp_path, model, nvme=0, device="cuda", gpu="24MiB", placement=ALL_RAM)
     (tmp_path / "run.toml").write_text(text)
@@ -177,7 +180,7 @@ def test_updates_are_shared_if_the_rates_favor_it(
 
 
 def moved_state(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a step moves to the device. Assert that it moves the same number back."""
+    """Return the bytes of optimizer state that a step moves to the device. Assert that it moves equally many back."""
     program, placement = plan.program, plan.placement
     moved = Traffic(program, placement.routes, placement.homes, placement.stays).step_bytes(
         lambda key: program.blocks[key].kind == "optimizer"

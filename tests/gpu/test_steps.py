@@ -70,7 +70,10 @@ def test_host_waits_only_for_the_end_of_a_step(
 
 @pytest.mark.usefixtures("virtual")
 def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
-    """This includes the first block in a process. torch then warns after setting the mode, and tests raise warnings."""
+    """This includes the first such block in a process.
+
+    torch then warns after it has set the mode, and pytest turns the warning into an error.
+    """
     number = torch.ones((), device="cuda")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), no_waits_allowed():
@@ -164,7 +167,7 @@ def memory_of(tier: GpuTier) -> dict[str, int]:
     found = {"rss": psutil.Process().memory_info().rss, "drops": tier.num_drops}
     stats = torch.cuda.memory_stats()
     # Exclude slots: their number depends on how far ahead fetches are, and the tier limits their total size.
-    # `requested_bytes` does not include the allocator's rounding, which varies between steps.
+    # `requested_bytes` counts requests, because the allocator may hand out larger cached blocks, whose sizes vary.
     slot_bytes = tier._ledger.slot_bytes + tier._pool.pooled_bytes
     found["beside slots"] = stats["requested_bytes.all.current"] - slot_bytes
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}

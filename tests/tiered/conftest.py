@@ -1,4 +1,4 @@
-"""A broken store lets a thread wait for ever. Here that is an error within minutes."""
+"""Makes tests fail within minutes if a bug in a store lets a thread wait forever."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-#: These limits only end hangs: on a loaded machine each wait takes many times as long.
+#: These limits only end hangs. They are generous, because waits take much longer on a loaded machine.
 LONGEST_WAIT_S = 120
-LONGEST_TEST_S = 280  # less than other tests have
+LONGEST_TEST_S = 280  # less than the limit of tests elsewhere
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # of all folders
+    for item in items:  # items of all folders
         if "tests/tiered/" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
 
 
 @pytest.fixture(autouse=True)
 def no_wait_is_for_ever() -> Iterator[None]:
-    """Make waits without a time-out fail, also in a closing store. Daemon threads may idle."""
+    """Make waits without a timeout fail after ``LONGEST_WAIT_S``, even in a closing store. Daemon threads may idle."""
     real = threading.Condition.wait
 
     def wait(condition: threading.Condition, timeout: float | None = None) -> bool:

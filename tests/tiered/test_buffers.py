@@ -1,4 +1,4 @@
-"""Copy buffers made before the first step: no lease or fetch replaces one by a buffer of another size."""
+"""``keep_buffers`` makes buffers for copies in advance. Steps reuse them instead of replacing them with other sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ram() -> SimulatedTier:
 
 @pytest.fixture
 def store(clock: SimulatedClock, ram: SimulatedTier) -> Iterator[TieredStore]:
-    """Yield a store whose blocks are all on a drive: six small ones and a large one."""
+    """Yield a store with six small blocks and a large block, all at home on a drive."""
     drive = SimulatedTier("nvme", 1 << 40, lambda nbytes: nbytes, addressable=False)
     channel = SimulatedChannel(clock, DRIVE_BYTES_PER_S)
     links = [SimulatedLink("nvme", "ram", channel), SimulatedLink("ram", "nvme", channel, priority=1)]
@@ -42,7 +42,7 @@ def store(clock: SimulatedClock, ram: SimulatedTier) -> Iterator[TieredStore]:
 
 
 def run_steps(store: TieredStore, clock: SimulatedClock, num_steps: int) -> None:
-    """Use all layers and the head, step after step, with as much prefetch as fits."""
+    """Run steps that use all layers and then the head, with as much prefetching as memory allows."""
     keys = [*LAYERS, "head"]
     store.set_schedule(Schedule([Access(n, key, "ram", "rw") for n, key in enumerate(keys)], 7, 7 * (num_steps + 1)))
     for tick in range(7 * num_steps):
@@ -84,7 +84,7 @@ def test_a_lease_evicts_a_copy_of_its_own_size(store: TieredStore, ram: Simulate
     store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
     store.reserve("ram", 3 * MiB)
     before = ram.num_drops
-    for key in ("head", LAYERS[0], LAYERS[1]):  # the head is the least recently used one
+    for key in ("head", LAYERS[0], LAYERS[1]):  # the head is then the least recently used block
         with store.acquire(key, "ram", timeout_s=10):
             pass
     assert [key for key in (*LAYERS, "head") if "ram" in store.where(key)] == [LAYERS[1], "head"]

@@ -1,4 +1,4 @@
-"""Whole blocks and rows of them without leases, and streams of leases with prefetch."""
+"""Reading and writing blocks, or rows of blocks, by name without leases; iterating over prefetched leases."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_put_tensor_round_trips(home: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     wanted = numbers(7, 33, dtype=dtype)
     with make_store(tmp_path) as store:
-        spec = store.put("a/b", wanted.T.contiguous().T, home=home)  # any strides
+        spec = store.put("a/b", wanted.T.contiguous().T, home=home)  # not contiguous
         assert spec.home == (home or "nvme") and "a/b" in store and "a" not in store and list(store) == ["a/b"]
         assert torch.equal(store["a/b"], wanted)
         found = store["a/b"]
@@ -68,7 +68,7 @@ def make_tiers(path: Path) -> list[Any]:
 def test_failed_put_leaves_no_block(tmp_path: Path) -> None:
     with make_store(tmp_path, ram=64 * KiB) as store:
         with pytest.raises(CapacityError):
-            store.put("a", numbers(1000, 100))  # a home on the drive, but no space to pass RAM
+            store.put("a", numbers(1000, 100))  # fits on the drive, but not in RAM on its way there
         assert "a" not in store
         store.put("a", numbers(10, 10))
         for other, home in ((numbers(10, 11), None), (numbers(10, 10).double(), None), (numbers(10, 10), "ram")):
@@ -125,7 +125,7 @@ def test_writer_waits_for_a_row_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         waits, wait = threading.Event(), store._movement.changed.wait
 
         def wait_for_the_read(timeout: float | None = None) -> bool:
-            waits.set()  # under the lock: the reader cannot end before this thread waits
+            waits.set()  # under the lock, so the reader cannot end before this thread waits
             assert wait(10), "the end of the read was not signalled"
             return True
 
@@ -193,7 +193,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
 def test_a_stream_fetches_ahead_as_far_as_there_is_room(mode: Any, tmp_path: Path) -> None:
-    """Each block crosses the link once, and prefetched blocks arrive before their request."""
+    """Each block crosses the link once, and prefetched blocks arrive before they are requested."""
     num_blocks, block_bytes = 16, 64 * KiB
     with make_store(tmp_path, ram=4 * block_bytes) as store:
         keys = [f"layers.{number}" for number in range(num_blocks)]
@@ -204,7 +204,7 @@ def test_a_stream_fetches_ahead_as_far_as_there_is_room(mode: Any, tmp_path: Pat
         before = store.stats()
         for number, lease in enumerate(store.stream(keys, "ram", mode)):
             assert lease.key == keys[number] and (lease.tensor == number).all()
-            store.wait_idle()  # all prefetches have arrived
+            store.wait_idle()  # lets all prefetches arrive
             ahead = [key for key in keys[number + 1 :] if store.where(key).get("ram") is not None]
             assert len(ahead) == min(3, num_blocks - number - 1), (number, ahead)
             if mode == "rw":
@@ -224,7 +224,7 @@ def test_a_stream_ends_with_its_loop(tmp_path: Path) -> None:
             break
         del lease
         assert store["a"].sum() == 0
-        store.put("a", numbers(10, 10))  # no lease is left
+        store.put("a", numbers(10, 10))  # works because no lease is left
         with pytest.raises(BlockNotFoundError):
             next(store.stream(["a", "d"], "ram"))
         with pytest.raises(ValueError, match="ssd"):
@@ -242,4 +242,4 @@ def test_invalid_byte_size_is_refused(size: Any, tmp_path: Path) -> None:
     for make in (lambda: RamTier(size, pin_memory=False), lambda: NvmeTier([tmp_path], size)):
         with pytest.raises(ValueError, match=r"such as 4 \* tiered.GiB"):
             make()
-    NvmeTier([tmp_path], MiB).close()  # the folder is free
+    NvmeTier([tmp_path], MiB).close()  # the refused tiers hold no lock on the folder

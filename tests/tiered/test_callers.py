@@ -1,4 +1,4 @@
-"""A thread of autograd must not wait for leases of a thread that waits for it: that is an error, not a hang."""
+"""An autograd thread that requests what the caller of its backward has leased gets an error instead of a deadlock."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredStore]:
 
 @pytest.fixture
 def caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Thread]:
-    """A thread that holds "one", which fills the RAM, and waits inside of autograd's engine."""
+    """Yield a thread that has leased "one", which fills RAM, and waits inside autograd's engine."""
     has_lease, end = threading.Event(), threading.Lock()
     end.acquire()
-    # The engine waits in C++, so the frame of its caller is the innermost one.
+    # The real engine waits in C++, so the innermost Python frame is that of the engine's caller.
     engine = SimpleNamespace(run_backward=end.acquire)
     monkeypatch.setattr(graph, "Variable", SimpleNamespace(_execution_engine=engine))
 

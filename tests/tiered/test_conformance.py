@@ -1,4 +1,4 @@
-"""The tiers, links and policies of this package pass the suites for other packages' ones."""
+"""The package's own tiers, links and policies pass the conformance suites that it offers to other packages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestStoreOfGpuTierOnHostMemory(GpuOnHost, StoreSuite): ...
 
 
 class Nvme:
-    """Files of up to 128 KiB on two paths."""
+    """NVMe tier with files of up to 128 KiB on two paths."""
 
     takes_copies = False
 
@@ -104,7 +104,7 @@ class TestStoreOfFiles(Nvme, StoreSuite): ...
 
 
 class PastRam(Nvme):
-    """The same files next to a stand-in for GPU memory."""
+    """NVMe tier with direct links to a stand-in for GPU memory."""
 
     def make_neighbour(self, capacity_bytes: int) -> Tier:
         return GpuTier(capacity_bytes, device="cpu", alignment_bytes=4 * KiB)

@@ -1,4 +1,4 @@
-"""After a crash or a power cut, everything is on disk before it is named, and every instant can be opened."""
+"""Files are flushed before a manifest names them, so a store can be opened after a crash at any point."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_all_that_a_manifest_names_is_flushed_before_it_is_written(
 
 
 def crash_at(operation: int, work: Callable[[], None]) -> bool:
-    """Do some work in a process that dies at its n-th file operation; return whether it reached the end."""
+    """Run ``work`` in a child process that dies after ``operation`` file operations. Return whether it completed."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0

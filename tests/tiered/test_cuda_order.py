@@ -1,4 +1,4 @@
-"""The order of kernels and copies on a device that delays all work; tests/gpu has a real one."""
+"""The order of kernels and copies on a fake device that delays all work. tests/gpu uses a real device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device() -> Iterator[LazyDevice]:
 
 @pytest.fixture
 def store(device: LazyDevice) -> Iterator[TieredStore]:
-    """Return a store whose GPU has space for two blocks."""
+    """Yield a store whose GPU tier has space for two blocks."""
     with TieredStore([device.gpu_tier(2 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as made:
         yield made
 
@@ -93,7 +93,7 @@ def test_a_slot_is_not_filled_again_before_its_last_reader(device: LazyDevice, s
 
 
 def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
-    """A ``w`` lease is on a stream that is not the current one: no copy orders it, only the lease does."""
+    """The ``w`` lease is on another stream and fetches nothing, so only the lease makes the write wait."""
     seen: list[float] = []
     for key in ("first", "second"):
         store.register(key, (N,), torch.float32, home="ram")
@@ -124,7 +124,7 @@ def test_a_lease_on_another_stream_goes_back_in_that_stream_s_order(device: Lazy
 
 
 def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevice) -> None:
-    """If a transfer ended when its copy was queued, the next block could enter the host slot."""
+    """If a transfer ended as soon as its copy was queued, the next block could overwrite the host slot."""
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
     link = CudaLink(ram, gpu)
     host, target = slot_of(ram), slot_of(gpu)
@@ -137,13 +137,13 @@ def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevic
 
 
 def test_read_does_not_wait_for_a_write_back(device: LazyDevice, store: TieredStore) -> None:
-    """Both only read, so the lease may be granted before the copy out has ended."""
+    """Both only read the copy in the GPU, so the lease is granted before the write-back ends."""
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
         tensor = lease.tensor
         device.launch(lambda: tensor.fill_(4.0))
     gate = device.gate()
-    with store.acquire("block", "gpu") as lease:  # the copy out comes after the gate
+    with store.acquire("block", "gpu") as lease:  # this use follows the gate, so the write-back waits for the gate
         pass
     block = store._blocks["block"]
     with store._changed:
@@ -152,7 +152,7 @@ def test_read_does_not_wait_for_a_write_back(device: LazyDevice, store: TieredSt
     while copy.transfer is None or copy.transfer.event is None:
         time.sleep(0.001)
     assert copy.state is CopyState.DRAINING
-    opener = threading.Timer(5, gate.open)  # makes a wait for the copy out fail here instead of hanging
+    opener = threading.Timer(5, gate.open)  # if acquire waits for the write-back, the test fails instead of hanging
     opener.start()
     with store.acquire("block", "gpu", timeout_s=30) as lease:
         again = lease.tensor
@@ -206,7 +206,7 @@ def test_unlocked_host_memory_is_reported(device: LazyDevice) -> None:
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=True)
     up, down = CudaLink(ram, gpu), CudaLink(gpu, ram)
     assert up.path == down.path == "cuda"
-    slot = slot_of(ram)  # no device here could lock it
+    slot = slot_of(ram)  # without a GPU, this memory cannot be page-locked
     if ram.num_unpinned_slabs:
         assert up.path == down.path == up.usage().path == "cuda-pageable"
     up.submit(slot, slot_of(gpu), NBYTES).wait(30)
@@ -297,7 +297,7 @@ def test_buffer_drops_completed_events(device: LazyDevice) -> None:
 
 
 class Trainer:
-    """Random work on blocks of a store, whose kernels run late, compared with a model of the visible values."""
+    """Runs random work with delayed kernels on a store, and compares the values that the kernels see with a model."""
 
     def __init__(self, store: TieredStore, device: LazyDevice, seed: int) -> None:
         self.store, self.device, self.random = store, device, random.Random(seed)
@@ -310,7 +310,7 @@ class Trainer:
             in_ram(store, key, 0.0)
 
     def kernel(self, key: str, tensor: torch.Tensor, change: Callable[[float], float] | None) -> Callable[[], None]:
-        """Return a kernel that asserts the block's value in program order, and changes it."""
+        """Return a kernel that compares the block's value with the one in program order, and then changes it."""
         before = self.expected[key]
         after = before if change is None else change(before)
         self.expected[key] = after
@@ -326,7 +326,7 @@ class Trainer:
     def act(self) -> None:
         key, choice = self.random.choice(self.keys), self.random.random()
         stream = self.random.choice(self.streams)
-        named = None if stream is self.device.default else stream  # the current one need not be named
+        named = None if stream is self.device.default else stream  # None means the current stream
         if choice < 0.35:
             lease = self.store.acquire(key, "gpu", "r", stream=named)
             stream.queue(self.kernel(key, lease.tensor, None))
@@ -359,7 +359,7 @@ def test_every_kernel_sees_the_program_order_values(seed: int, device: LazyDevic
 
 
 def test_prefetches_change_no_result(device: LazyDevice) -> None:
-    """The prefetcher starts copies from the threads of links, whenever space becomes free."""
+    """The prefetcher starts copies from the links' threads, whenever space becomes free."""
     order = [0, 1, 2, 3, 3, 2, 1, 0] * 4
     with TieredStore([device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as store:
         trainer = Trainer(store, device, 0)

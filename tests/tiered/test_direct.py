@@ -48,7 +48,7 @@ def test_any_size_and_any_memory(nbytes: int, aligned: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("where", ["open", "pwritev", "preadv"])
 def test_file_systems_without_it(where: str, aligned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some refuse O_DIRECT when a file is opened, others when it is used."""
+    """Some file systems refuse O_DIRECT when a file is opened, others when it is read or written."""
     real_open, refused = os.open, []
 
     def open_refused(path: Any, flags: int, *rest: Any, **options: Any) -> int:

@@ -1,4 +1,4 @@
-"""Operations of a forked child on a store, and the cost of a fork next to pinned memory."""
+"""Use of a store in a forked child, and the cost of forking a process that has pinned memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """Return what ``work`` returns, or the error that it raises, in a forked child."""
+    """Run ``work`` in a forked child. Return its result, or its error as text."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -40,7 +40,7 @@ def in_child(work: Callable[[], str]) -> str:
 
 
 def mapping_of(address: int) -> str:
-    """Return the entry of /proc/self/smaps that holds an address."""
+    """Return the entry of /proc/self/smaps for the mapping that contains an address."""
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     bounds = [(entry, *(int(end, 16) for end in entry.split(" ", 1)[0].split("-"))) for entry in entries if entry]
     return next(entry for entry, start, end in bounds if start <= address < end)
@@ -98,9 +98,9 @@ def test_a_child_refuses_also_while_a_thread_of_the_parent_holds_the_lock(tmp_pa
 
 
 def check_in_own_process(check: Callable[[Path], None], folder: Path) -> None:
-    """Call a function of this file in a new interpreter.
+    """Call a function of this file in a new interpreter, which then forks.
 
-    Children of pytest's process may wait for its torch threads, which no child has.
+    A child of pytest's process may wait for torch's threads, which a fork does not copy.
     """
     command = [sys.executable, __file__, check.__name__, str(folder)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -158,7 +158,7 @@ def check_addresses_of_child(folder: Path) -> None:
 
     def work() -> str:
         inside = [mapping_of(address).split()[1] for address in addresses]
-        own = [HostSlab(slab.nbytes) for slab in slabs]  # before the parent's end, which must not unmap them
+        own = [HostSlab(slab.nbytes) for slab in slabs]  # closing the inherited slabs must not unmap these
         for slab in slabs:
             slab.close()
         for slab in own:
@@ -203,7 +203,7 @@ def test_forked_workers_of_a_loader_feed_an_offloaded_module(tmp_path: Path) -> 
         next(iter(DataLoader(Rows(store), num_workers=1, multiprocessing_context="fork")))
 
 
-#: Pins a slab as drivers do, by a registered buffer of io_uring, forks, and prints the child's private bytes of it.
+#: Pins a slab as drivers do, by registering it as an io_uring buffer. Then forks, and prints the child's private bytes.
 _COST = """
 import ctypes, os, re, resource, sys, time
 from pathlib import Path
@@ -236,7 +236,7 @@ os.waitpid(pid, 0)
     ("what", "nbytes"), [("as it is", 512 * MiB), pytest.param("undone", 512 * MiB, marks=pytest.mark.slow)]
 )
 def test_a_fork_copies_no_pinned_slab(what: str, nbytes: int) -> None:
-    """``undone`` is the control: a slab that the child inherits, whose pinned pages the kernel copies in ``fork``."""
+    """``undone`` is the control: the child inherits the slab, and the kernel copies its pinned pages in ``fork``."""
     command = [sys.executable, "-c", _COST, str(nbytes), what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode and re.search("not permitted|not implemented|allocate memory", done.stderr):

@@ -1,4 +1,4 @@
-"""Commits and reopening, over real tiers on a temporary directory."""
+"""Committing and reopening stores, with real tiers in a temporary directory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_commit_and_a_load_count_their_bytes(make_tiers: MakeTiers, kind: str,
 def test_changes_after_a_commit_do_not_reach_it(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         commit = store.commit()
-        put(store, KEYS[0], 50)  # waits for the commit's hold on the block, never raises
+        put(store, KEYS[0], 50)  # waits until the commit has read the block, and never raises
         with store.acquire(KEYS[1], "ram", "rw") as lease:
             lease.tensor.add_(50)
         store.discard(KEYS[2])
@@ -176,7 +176,7 @@ def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str
 
 
 def _frozen_only(tier: NvmeTier) -> int:
-    """Return the bytes of files below ``snap/`` that ``live/`` does not also link."""
+    """Return the size in bytes of the files that have links below ``snap/`` but not below ``live/``."""
     live = {f.stat().st_ino for d in tier.directories for f in d.live.rglob("c/*") if not f.is_symlink()}
     frozen = [f.stat() for d in tier.directories for f in d.snap.rglob("c/*") if not f.is_symlink()]
     return sum({status.st_ino: status.st_size for status in frozen if status.st_ino not in live}.values())
@@ -193,11 +193,11 @@ def test_zarr_opens_a_committed_block(make_tiers: MakeTiers, kind: str, tmp_path
 
 
 def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
-    """``latest`` follows commits and removals, and zarr does not warn about foreign files."""
+    """The link ``latest`` follows commits and removals, and zarr does not warn about files that it does not know."""
     folder = tmp_path / "run"
 
     def shown() -> list[str]:
-        group = zarr.open(folder, mode="r")  # warnings are errors here
+        group = zarr.open(folder, mode="r")  # pytest turns warnings into errors
         assert isinstance(group, zarr.Group)
         return sorted(name for name, _ in group.members(max_depth=None))
 
@@ -210,7 +210,7 @@ def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
         members = ["latest", "latest/layer.0", "latest/layer.1", *(f"latest/{key}" for key in KEYS)]
         assert shown() == sorted(members)
         assert {f"latest/{name}" for name, _ in latest.members(max_depth=None)} == set(members) - {"latest"}
-    TieredStore([ram(), file_tier(folder)], overwrite=True).close()  # the folder's own document is kept as it is
+    TieredStore([ram(), file_tier(folder)], overwrite=True).close()  # keeps the folder's zarr.json
     assert shown() == sorted(members)
     tiered.remove_generation(folder, 2)
     assert os.readlink(folder / "latest") == "snap/00000001"
@@ -262,7 +262,7 @@ def test_an_unfinished_generation_is_removed(make_tiers: MakeTiers, kind: str, t
     with filled(make_tiers(), kind, tmp_path) as store:
         store.commit().wait(60)
     identity = StoreIdentity.of(tmp_path / "run")
-    for root in tmp_path.iterdir():  # the files after a crash in the middle of the second commit
+    for root in tmp_path.iterdir():  # the files that a crash during the second commit leaves
         identity.mark(root / "snap/00000002")
         (root / "snap/00000002/layer.0/weight/c").mkdir(parents=True)
         (root / "snap/00000002/layer.0/weight/c/0").write_bytes(bytes(4096))
@@ -316,7 +316,7 @@ def test_failed_commit_is_reported_and_removed(
                 failing.wait(60)
             store.commit()
             with pytest.raises(TransferError, match="no space"):
-                store.commit()  # the previous error was not reported
+                store.commit()  # raises the error of the previous commit, which was not awaited
         assert list_generations(tmp_path / "run") == [1] and not (tmp_path / "run/snap/00000002").exists()
         put(store, KEYS[0], 9)
         last = store.commit()
@@ -376,7 +376,7 @@ def test_work_continues_while_a_thread_writes(tmp_path: Path, monkeypatch: pytes
 def test_commit_checksums_exclude_concurrent_writes(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next commit would reuse them for other contents, and no store could open it."""
+    """Otherwise, the next commit would reuse the checksums for other contents, and no store could open it."""
     flush, is_flushing, may_flush = os.fdatasync, threading.Event(), threading.Event()
 
     def held(fd: int) -> None:

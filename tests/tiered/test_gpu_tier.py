@@ -1,4 +1,4 @@
-"""GpuTier on host memory, and the routes between tiers; tests/gpu has the tests that need a device."""
+"""GpuTier in host memory, and the default links between tiers. Tests that need a device are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_host_memory_has_no_streams() -> None:
 
 
 class Event:
-    """Replaces a device event; the test completes it."""
+    """Stand-in for a device event, which the test completes."""
 
     def __init__(self) -> None:
         self.is_done = False

@@ -1,4 +1,4 @@
-"""kvikio without a GPU: its engine in processes that have a stand-in for the NVIDIA driver, or none."""
+"""kvikio without a GPU: its engine runs in processes with a stand-in for the NVIDIA driver, or with no driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def has_driver() -> bool:
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a libcuda.so.1 that this process never loads."""
+    """Compile the stand-in for libcuda.so.1, and return its folder. This process never loads the library."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler for the stand-in of libcuda.so.1")
@@ -68,7 +68,7 @@ def tier(folder: Path, engine: Engine) -> NvmeTier:
 
 @needs_kvikio
 def test_the_checks_of_the_engine_pass(stand_in: Path, tmp_path: Path) -> None:
-    """One process runs all of ``stand_in/checks.py``: a failure there is printed here."""
+    """A separate process runs all tests of ``stand_in/checks.py``. If one fails, this test prints the output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "CUFILE"))}
     if not has_driver():
         environment["STAND_IN_LIBCUDA"] = str(stand_in / "libcuda.so.1")
@@ -123,7 +123,7 @@ def test_auto_uses_kvikio_only_if_every_path_has_gds(tmp_path: Path, monkeypatch
 
 
 def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts of a transfer find the same frozen file, and the second replaces it while the first checks it."""
+    """Two parts of a transfer open the same frozen file. The second replaces it while the first checks it."""
     nvme = tier(tmp_path, "posix")
     slot = nvme.allocate(4096, name="block", home=True)
     assert slot is not None
@@ -158,7 +158,7 @@ def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pyt
 def test_probe_detects_the_stand_in_capabilities(
     stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))  # in the probe's process: this one has started already
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))  # affects only the probe's process, started below
     modules = set(sys.modules)
     found = probe_kvikio(tmp_path)
     assert found.installed and found.version and found.libcuda
@@ -228,7 +228,7 @@ def test_a_folder_without_room_is_reported(tmp_path: Path) -> None:
 
 
 def test_probe_process_ends_if_its_parent_dies(tmp_path: Path) -> None:
-    """The process that waits for it may be killed."""
+    """The parent process, which waits for the probe, may be killed."""
     (tmp_path / "first" / "kvikio").mkdir(parents=True)
     (tmp_path / "first" / "kvikio" / "__init__.py").write_text("while True: pass\n")
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""TieredStore.load: registered blocks filled from a committed generation, wherever their homes are now."""
+"""``TieredStore.load`` fills registered blocks from a committed generation, even if their homes have changed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiered.durable.manifest import current_generation, list_generations, newest
 
 NUM_BLOCKS, SHAPE = 8, (60, 1000)  # 240 000 bytes each: not a multiple of 4096
 KEYS = [f"layer.{number}/weight" for number in range(NUM_BLOCKS)]
-RAM_BYTES = 600 * KiB  # two blocks and a bit: the whole state never fits
+RAM_BYTES = 600 * KiB  # room for only two of the blocks
 
 
 def make_store(
     path: Path, homes: str = "nvme", drives: tuple[str, ...] = ("drive",), *, capacity_bytes: int = 8 * MiB, **options
 ) -> TieredStore:
-    """Return a store with all blocks registered; ``homes``: ``nvme``, ``ram``, or ``mixed``."""
+    """Return a store with all blocks registered. ``homes`` is ``nvme``, ``ram``, or ``mixed`` (alternating)."""
     nvme = NvmeTier([path / drive for drive in drives], capacity_bytes, **{"chunk_bytes": 64 * KiB, **options})
     ram = RamTier(RAM_BYTES if homes == "nvme" else 4 * MiB, pin_memory=False)
     store = TieredStore([ram, nvme], path=str(path / "generations"), overwrite=True)
@@ -109,10 +109,10 @@ def test_paths_may_change_after_the_commit(tmp_path: Path, drives: tuple[str, ..
 
 
 def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> None:
-    """The old files exceed the new capacity, which was planned for the contents."""
+    """The old files exceed the new capacity, which is exactly enough for the contents in smaller files."""
     with make_store(tmp_path, chunk_bytes=512 * KiB, drives=("a", "b")) as store:
         commit(store, 10)
-    exact = NUM_BLOCKS * 236 * KiB  # 59 files of 4 KiB each; before, two of 120 KiB
+    exact = NUM_BLOCKS * 236 * KiB  # 59 files of 4 KiB per block. The old files: two of 120 KiB.
     with make_store(tmp_path, drives=("a", "b"), chunk_bytes=4 * KiB, capacity_bytes=exact) as store:
         store.load()
         check(store, 10)
@@ -121,7 +121,7 @@ def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> 
 
 
 def test_drives_that_were_mounted_elsewhere_are_found(tmp_path: Path) -> None:
-    """The links from the first path to the others are broken then, and so is the recorded place."""
+    """The links from the first path to the others are then broken, and the recorded paths are wrong."""
     with make_store(tmp_path, drives=("a", "b")) as store:
         commit(store, 10)
     shutil.move(tmp_path / "a", tmp_path / "x")
@@ -163,7 +163,7 @@ def test_missing_parts_and_damaged_manifests_are_found(tmp_path: Path, homes: st
     root = tmp_path / ("drive" if homes == "nvme" else "generations") / "snap/00000002"
     (root / KEYS[7] / "c/0").unlink()
     with make_store(tmp_path, homes) as store:
-        fill(store, 99)  # the blocks' contents are lost
+        fill(store, 99)  # a load discards these contents, even if it fails
         with pytest.raises(GenerationError, match=f"'{KEYS[7]}' is missing: '.*{KEYS[7]}/c/0'"):
             store.load()
         damage(tmp_path / "generations/snap/00000002/MANIFEST.json")
@@ -171,7 +171,7 @@ def test_missing_parts_and_damaged_manifests_are_found(tmp_path: Path, homes: st
         with pytest.raises(GenerationError, match=r"cannot be read as a manifest|damaged"):
             store.load(2)
         assert newest_first(tmp_path / "generations") == [2, 1]
-        store.load()  # the top file names nothing, so the newest whole generation is taken
+        store.load()  # the top manifest is unreadable, so the newest complete generation is loaded
         check(store, 10)
         assert commit(store, 30) == 3
     assert current_generation(tmp_path / "generations") == 3

@@ -1,4 +1,4 @@
-"""Locks of directories: deleted while in use, on file systems without locks, and without link counts."""
+"""Locks of directories: lock files that are deleted while in use, and file systems without locks or link counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transfer that ends before any thread can wait for it wakes none, and no thread may wait for it."""
+"""If a transfer ends before a thread waits for it, it wakes no thread. No thread may start to wait for it later."""
 
 from __future__ import annotations
 

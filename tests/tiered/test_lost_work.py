@@ -1,4 +1,4 @@
-"""No committed work is lost: by an outdated top file, a failing drive, a store that starts over, or paths."""
+"""Committed work survives an outdated top manifest, a failing drive, a new store in the folder, and nested paths."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_top_file_that_names_the_newest_is_not_reported(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("part", ["file", "manifest", "array"])
 def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: str, tmp_path: Path) -> None:
-    """``cp -r`` of a live store read the top file first, and the newest generation while it was removed."""
+    """A ``cp -r`` of a live store may copy an old top manifest, and a generation while it is being removed."""
     make(tmp_path, 3, keep=3)
     make_current(tmp_path / "drive", 1)
     newest = tmp_path / "drive/snap/00000003"
@@ -124,7 +124,7 @@ def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: s
 def test_damaged_generations_are_reported_and_passed_over(
     part: str, damaged: int, is_moved: bool, tmp_path: Path
 ) -> None:
-    """The newest whole generation is opened, as runs resume from it; a requested one is never replaced by another."""
+    """By default, the newest complete generation is opened. A requested generation is never replaced by another."""
     make(tmp_path / "made", 3, keep=3)
     root = tmp_path / "made"
     if is_moved:
@@ -138,7 +138,7 @@ def test_damaged_generations_are_reported_and_passed_over(
             file.unlink()
         else:
             contents = bytearray(file.read_bytes())
-            file.unlink()  # other generations may link it
+            file.unlink()  # other generations may have hard links to it
             contents[100] ^= 1
             file.write_bytes(contents)
     before = {path: path.read_bytes() for path in (root / "drive/snap").glob("**/c/0")}
@@ -163,7 +163,7 @@ def test_damaged_generations_are_reported_and_passed_over(
 
 
 def test_skipped_generations_stay_until_newer_ones_replace_them(tmp_path: Path) -> None:
-    """Its missing part may be on an unmounted drive."""
+    """The missing part of a skipped generation may be on an unmounted drive."""
     make(tmp_path, 2, keep=2)
     away = (tmp_path / "drive/snap/00000002/a").rename(tmp_path / "away")
     with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), keep_generations=2) as store:
@@ -186,7 +186,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
     refused = tiers(tmp_path)
     with pytest.raises(GenerationError, match=r"has generation 1,.*TieredStore\.open\('.*drive', t.*overwrite=True"):
         TieredStore(refused)
-    with TieredStore.open(str(tmp_path / "drive"), refused) as store:  # the very same tiers
+    with TieredStore.open(str(tmp_path / "drive"), refused) as store:  # the same tier objects
         assert value_of(store) == 1
     with TieredStore(tiers(tmp_path), overwrite=True) as store:
         assert list(store) == []
@@ -198,7 +198,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
 
 
 def test_tiers_of_a_refused_store_give_up_their_lock_when_dropped(tmp_path: Path) -> None:
-    """As in a notebook: the suggested remedy is called with new tiers, in the ``except``."""
+    """As in a notebook, the remedy that the error suggests is called with new tiers, inside ``except``."""
     make(tmp_path, 1)
     try:
         TieredStore(tiers(tmp_path))
@@ -218,7 +218,7 @@ def test_open_does_not_create_a_missing_directory(tmp_path: Path) -> None:
     try:
         TieredStore.open(str(tmp_path / "nothere"), tiers(tmp_path))
     except GenerationError:
-        tiers(tmp_path)[-1].close()  # the failed call closed its tiers, as every failing call of `open` does
+        tiers(tmp_path)[-1].close()  # works because a failed `open` closes its tiers
 
 
 @pytest.mark.parametrize("inner", ["x/live", "x/sub/y", "x"])
@@ -245,7 +245,7 @@ def test_drives_that_contain_each_other_are_refused(inner: str, tmp_path: Path) 
 
 
 def failing_at(number: int, patch: pytest.MonkeyPatch, error: int = errno.EIO) -> list[str]:
-    """Make only the system call with this number fail; return the list that receives its name and arguments."""
+    """Make only system call ``number`` fail. Return a list that receives the name and arguments of the failed call."""
     left, failed = [number], []
 
     def hook(name: str) -> None:

@@ -20,13 +20,13 @@ import torch
 from tiered import CorruptBlockError, GenerationError, GiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable import commit
 
-NUM_BLOCKS = 300  # more than one read
+NUM_BLOCKS = 300  # more than the store reads in one batch
 KEYS = [f"{number // 100}/{number}" for number in range(NUM_BLOCKS)]
 ROOT = "snap/00000001"
 
 
 def num_calls_of_register(store: TieredStore, key: str, home: str) -> int:
-    """Return the number of Python and C functions that one ``register`` calls."""
+    """Return the number of Python and C function calls that one ``register`` makes."""
     num_calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -54,7 +54,7 @@ def test_registration_time_is_independent_of_block_count(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a store whose small blocks are at home in RAM, committed once."""
+    """Return the folder of a store with one commit. Its blocks are small and at home in RAM."""
     folder = tmp_path_factory.mktemp("original")
     with ram_store(folder) as store:
         store.commit().wait(250)
@@ -63,7 +63,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def committed(original: Path, tmp_path: Path) -> Path:
-    """A copy of that folder."""
+    """Return a copy of the folder ``original``, which a test may change."""
     return shutil.copytree(original, tmp_path / "copy", symlinks=True)
 
 
@@ -80,7 +80,7 @@ def opened(folder: Path) -> TieredStore:
 
 @contextmanager
 def counted_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count how often ``os.open`` opens each path below a folder."""
+    """Yield how often ``os.open`` opens each path, relative to a folder."""
     counts: Counter[str] = Counter()
     os_open = os.open
 
@@ -124,7 +124,7 @@ def test_a_missing_or_short_file_names_the_block(number: int, committed: Path) -
 
 
 def test_documents_of_arrays_are_not_needed(committed: Path) -> None:
-    """The checksum proves the contents of a block with one file."""
+    """If a block has one file, the checksum in the manifest suffices to verify its contents."""
     for key in KEYS:
         (committed / ROOT / key / "zarr.json").write_text("{")
     with opened(committed) as store:
@@ -132,7 +132,7 @@ def test_documents_of_arrays_are_not_needed(committed: Path) -> None:
 
 
 def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
-    """Earlier versions wrote the same document; only its contents count, not its formatting."""
+    """Earlier versions formatted the same document differently. Only its contents count."""
     path = committed / ROOT / "MANIFEST.json"
     document = json.loads(path.read_text())
     assert path.read_text() == json.dumps(document, sort_keys=True)
@@ -148,11 +148,11 @@ def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
 
 
 def test_the_folder_of_a_store_is_known_by_its_attributes(committed: Path) -> None:
-    """The list of members in the same document grows with the blocks, and is not read for that."""
+    """The document also lists the members. This list grows with the blocks, and is not read to identify the folder."""
     path = committed / "zarr.json"
     document = json.loads(path.read_text())
     assert len(document["consolidated_metadata"]["metadata"]) == NUM_BLOCKS + 4, "and the groups above them"
-    path.write_text(json.dumps(dict(reversed(document.items()))))  # a foreign document: its last key is the store's
+    path.write_text(json.dumps(dict(reversed(document.items()))))  # attributes follow the members
     with opened(committed) as store:
         store.commit().wait(250)
     assert json.loads(path.read_text()) == document

@@ -1,4 +1,4 @@
-"""A store as a mapping: the meaning of assignment, deletion and iteration for blocks, and NumPy arrays as source."""
+"""A store as a mapping: assigning, deleting and iterating over blocks, and assigning NumPy arrays."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_unwritten_block_exists_without_contents(store: TieredStore) -> None:
 
 
 def test_a_store_is_no_value(store: TieredStore, tmp_path: Path) -> None:
-    """An empty store is truthy, and comparison reads nothing."""
+    """An empty store is truthy, and stores are compared by identity, without reading blocks."""
     with make_store(tmp_path / "other") as other:
         assert store and store == store and store != other and len({store, other, store}) == 2
     store["a"] = torch.ones(1)
@@ -161,7 +161,7 @@ def test_a_mode_that_there_is_not_is_refused(mode: Any, store: TieredStore) -> N
 
 @pytest.mark.parametrize("package", ["tiered", "megatrain"])
 def test_dir_lists_public_names(package: str) -> None:
-    """Tab completion calls it before any import, and `help` then gets each name."""
+    """Tab completion calls `dir`, which must not import torch. `help` then gets each listed name."""
     public = "sorted({*p.__all__, '__version__'} ^ set(dir(p)))"
     code = f"import sys, {package} as p; print({public}, 'torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -249,7 +249,7 @@ def test_kept_buffers_are_made_at_once_and_dropped_last() -> None:
     pool = SlabPool(ledger := Ledger("pool", 100), recorder.make, recorder.drop)
     home = pool.take(10)
     assert home is not None
-    pool.keep({10: 3, 40: 1})  # one of 10 is in use
+    pool.keep({10: 3, 40: 1})  # one buffer of 10 bytes is in use
     assert sorted(recorder.alive.values()) == [10, 10, 10, 40] and recorder.num_made == 4
     assert ledger.usage().high_water_bytes == 10, "kept buffers count as free"
     others = [pool.take(15), pool.take(15)]
@@ -406,7 +406,7 @@ def test_spare_pages_are_released_if_addresses_are_scarce() -> None:
 
 
 def test_units_grow_with_the_tier() -> None:
-    """Each unit may be a separate mapping, and a process has 65,530 mappings."""
+    """Each unit of spare pages may be a separate mapping, and a process can have only 65,530 mappings."""
     spare = SparePages(1 << 40)
     HostSlab(64 * MiB, spare_pages=spare).close()
     assert spare.nbytes == 0

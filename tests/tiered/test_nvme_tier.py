@@ -27,7 +27,7 @@ def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:
 
 
 def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
-    """Write ``value`` into every byte, the way a link does."""
+    """Write ``value`` to every byte of a slot's files, the way a link does."""
     for file in files_of(slot).files:
         fd = tier.open_for_write(file)
         os.close(fd)
@@ -36,7 +36,7 @@ def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
 
 
 def contents(tree: Path, key: str) -> set[int]:
-    """Return the values of all bytes of an array, read by zarr."""
+    """Read an array with zarr, and return the set of its byte values."""
     return set(np.unique(np.asarray(zarr.open_array(tree / key, mode="r")[:]).view(np.uint8)).tolist())
 
 
@@ -276,7 +276,7 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
 
 
 def test_files_that_were_taken_over_are_kept_and_used_with_new_ones(tmp_path: Path) -> None:
-    """A new file must not get the name of a kept one."""
+    """A new file must not get the name of a kept file."""
     tier = NvmeTier([tmp_path], MiB)
     for key in ("a", "b"):
         take(tier, 8192, key)
@@ -301,7 +301,7 @@ def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], MiB)
     take(tier, 8192)
     tier.close()
-    if dies:  # the lock of a dead process, with its name
+    if dies:  # the lock file that a dead process leaves names the process
         (tmp_path / "LOCK").write_text("process 1 on here, since then\n")
     notices: list[str] = []
     NvmeTier([tmp_path], MiB, on_notice=notices.append).close()
@@ -309,7 +309,7 @@ def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
 
 
 def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
-    """It would take its space on the drive in the middle of a write, when the drive may be full."""
+    """Its missing space would be allocated during a later write, when the drive may be full."""
     tier = NvmeTier([tmp_path], MiB)
     slots = {key: take(tier, 64 * KiB, key) for key in ("whole", "holes")}
     (file,) = files_of(slots["holes"]).files

@@ -1,4 +1,4 @@
-"""Generations that no store or run uses."""
+"""Orphans: generations that no store or run uses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def commit(store: TieredStore, *keys: str) -> None:
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Path:
-    """A drive with generations 1 and 2 of one store, which share a block, and 3 of another."""
+    """Return a drive with generations 1 and 2 of one store, which share a block, and generation 3 of another store."""
     with make_store(tmp_path, "one") as store:
         commit(store, "a", "b")
         commit(store, "b")
@@ -74,7 +74,7 @@ def test_orphans_of_a_removed_store_are_distinguished(drive: Path) -> None:
 
 
 def test_live_stores_are_not_orphans(drive: Path) -> None:
-    StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # a commit in progress, or a crash
+    StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # as during a commit, or after a crash
     orphan = Orphan(drive / "snap/00000009", 9, drive.parent / "one", 0, is_store_gone=False)
     with make_store(drive.parent, "two"):
         assert find_orphans(drive) == []

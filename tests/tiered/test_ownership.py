@@ -1,4 +1,4 @@
-"""Stores that share a path of a file tier, one after the other: each keeps only its own generations."""
+"""Stores that use the same drives one after the other: each store removes only its own generations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = ["a/weight", "b"]
 
 
 def make_store(root: Path, name: str, keep: int = 2) -> TieredStore:
-    """Return a store with its own directory on the drives that all of them use."""
+    """Return a store with its own directory, which shares its drives with the other stores."""
     tier = NvmeTier([root / "drive0", root / "drive1"], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
     store = TieredStore(
         [RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=keep, overwrite=True
@@ -46,7 +46,7 @@ def commit(store: TieredStore, value: float) -> int:
 
 
 def contents(root: Path, name: str) -> dict[int, float]:
-    """Return the value of every generation of a store, all of them sound."""
+    """Return the value in each generation of a store, by number. Assert that all generations are intact."""
     found = {}
     for number in newest_first(root / name):
         reader = GenerationReader(root / name, number)
@@ -142,7 +142,7 @@ def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) ->
 
 
 def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path: Path) -> None:
-    """A drive that was away meanwhile has a generation of the same number, of another store."""
+    """While the store's drives were away, another store committed the same generation number to new drives."""
     with make_store(tmp_path, "one") as store:
         commit(store, 1)
     for number in (0, 1):
@@ -202,7 +202,10 @@ def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
 def test_partially_removed_folder_names_its_owner(
     is_reversed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise no store could remove the leftovers of a crash, in whatever order the file system lists them."""
+    """Whatever order the file system lists files in, the note with the owner is removed last.
+
+    Otherwise, no store could remove what a crash leaves.
+    """
     num_looks = 0
 
     def check(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +232,7 @@ def test_partially_removed_folder_names_its_owner(
 
 
 def test_files_that_another_process_removes_are_counted_no_more(tmp_path: Path) -> None:
-    """Ranks count each other's files, while other ranks open their stores and remove leftovers of dead runs."""
+    """A rank counts other ranks' files while those ranks open their stores and remove leftovers of dead runs."""
     with make_store(tmp_path, "run") as store:
         with store.acquire(KEYS[0], "ram", "w"):
             pass

@@ -19,7 +19,7 @@ from tiered.links.probe import probe_kvikio
 from tiered.links.route import default_links, direct_links
 from tiered.tiers.gpu import buffer_of
 
-N = 5000  # elements of a block: no multiple of 4096 bytes
+N = 5000  # elements of a block, whose size is not a multiple of 4096 bytes
 EIO = OSError(errno.EIO, "Input/output error")
 
 
@@ -29,7 +29,7 @@ def gpu(capacity_bytes: int = MiB) -> GpuTier:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
-    """Return a store whose links from drive to GPU memory are direct."""
+    """Yield a store with direct links between the drive and GPU memory."""
     nvme = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, chunk_bytes=8 * KiB, past_ram=True)
     with TieredStore([gpu(), RamTier(64 * KiB, pin_memory=False), nvme]) as made:
         made.register("block", (N,), torch.float32, home="nvme")
@@ -84,7 +84,7 @@ def test_direct_block_uses_ram_if_it_is_used_there(store: TieredStore) -> None:
 
 
 def test_the_prefetcher_needs_no_room_in_ram(store: TieredStore) -> None:
-    """This holds even if homes fill the RAM."""
+    """This holds even if homes fill all of RAM."""
     put(store, 4.0)
     store.register("full", (64 * KiB,), torch.uint8, home="ram")
     store.set_schedule(Schedule([Access(1, "block", "gpu", "r")]))
@@ -160,7 +160,7 @@ def device() -> Iterator[LazyDevice]:
 
 @pytest.fixture
 def device_store(device: LazyDevice, tmp_path: Path) -> Iterator[TieredStore]:
-    """Return a store with space for one block on a device that delays all work until the host waits."""
+    """Yield a store with space for one block on a device that delays all work until the host waits."""
     nvme, ram = NvmeTier([tmp_path], MiB), RamTier(64 * KiB, pin_memory=False)
     tier = device.gpu_tier(20 * KiB, alignment_bytes=4 * KiB)
     engine = FileEngine(nvme, PosixMover(nvme))

@@ -1,4 +1,4 @@
-"""Tiers found by name: tiers of installed packages, and the errors of broken ones."""
+"""Finding tiers by name: tiers of installed packages, and errors about broken packages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_A_CLASS = "text"
 
 
 def install(folder: Path, package: str, *entries: str) -> None:
-    """Make a distribution with only its metadata."""
+    """Install a package that has only metadata with entry points."""
     info = folder / f"{package.replace('-', '_')}-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
@@ -41,7 +41,7 @@ def install(folder: Path, package: str, *entries: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder for packages. The modules that a test imports from it are forgotten after the test."""
+    """Yield a folder for packages. Modules that a test imports from it are removed from ``sys.modules`` at the end."""
     (tmp_path / "shelf_of_others.py").write_text(MODULE)
     (tmp_path / "broken_tier.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -104,7 +104,7 @@ def test_one_name_in_two_packages(site: Path) -> None:
 
 
 class Linked(MemoryTier):
-    """Provides its links, and records the requests."""
+    """Tier that provides its own links, and records the neighbours for which they were requested."""
 
     def __init__(self, name: str, links: list[Link] | None) -> None:
         super().__init__(name, tiered.MiB)
@@ -138,7 +138,7 @@ def test_the_suites_need_no_pytest() -> None:
 
 
 class Miser(tiered.RamTier):
-    """Never gives its last page, but counts it as free."""
+    """Tier that never allocates its last page, but reports it as free."""
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.ext.Slot | None:
         is_last = self.usage().free_bytes <= self.slot_bytes(nbytes)

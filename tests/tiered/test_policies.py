@@ -1,4 +1,4 @@
-"""Eviction policies rank copies and change nothing."""
+"""Eviction policies: the order in which they rank copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiered.ext import Candidate, EvictionPolicy
 
 
 def ranked(policy: EvictionPolicy, *candidates: Candidate) -> list[str]:
-    """Return the keys in the order of eviction, the same for every order of the arguments."""
+    """Return the keys in the order of eviction. Assert that it does not depend on the order of the arguments."""
     orders = {
         tuple(candidate.key for candidate in policy.rank(list(order), now=10))
         for order in itertools.permutations(candidates)

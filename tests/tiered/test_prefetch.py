@@ -1,4 +1,4 @@
-"""The prefetcher's choices: a pure function, so every rule is a small example."""
+"""The prefetcher's choice of blocks. It is a pure function, so a small example tests each rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,16 @@ from tiered.tiers.base import Slot
 
 
 def picks(text: str, room: int, lookahead: int | None = None, present: str = "", now: int = 0, size: int = 1) -> str:
-    """Return the keys to fetch; ``text`` has one access per tick: ``a`` reads, ``A`` overwrites, ``.`` nothing."""
+    """Return the keys to fetch.
+
+    Args:
+        text: One character per tick: ``a`` reads block "a", ``A`` overwrites it, and ``.`` accesses nothing.
+        room: Free bytes in RAM.
+        lookahead: Limit of the bytes to fetch ahead, or None.
+        present: Keys of the blocks with a copy in RAM.
+        now: Current tick.
+        size: Size of each block in bytes.
+    """
     accesses = []
     for tick, letter in enumerate(text):
         mode: Mode = "w" if letter.isupper() else "r"
@@ -54,7 +63,7 @@ def test_the_access_of_now_takes_room_and_is_not_fetched() -> None:
 
 
 def test_block_in_use_needs_space_for_its_next_fetch() -> None:
-    """Its copy may be evicted until then."""
+    """Its copy may be evicted before its next use."""
     assert picks("abcda", room=4) == "bcd"
     assert picks("abcda", room=5) == "bcda"
 
@@ -86,7 +95,7 @@ def test_no_prefetch_after_the_last_access() -> None:
 
 
 def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "ram") -> list[tuple[str, str]]:
-    """Return (key, tier) to fetch; keys in capital letters have their home below the middle tier."""
+    """Return (key, tier) of each fetch with three tiers. Uppercase keys have their home below the middle tier."""
     fetches = next_fetches(
         Schedule(accesses),
         0,
@@ -99,7 +108,7 @@ def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "
 
 
 def test_pass_through_copies_take_space() -> None:
-    """Otherwise a copy on its way to the GPU would evict one fetched for a later use in RAM."""
+    """Otherwise, a copy on its way to the GPU would evict a copy that was fetched for a later use in RAM."""
     accesses = [Access(1, "A", "gpu", "r"), Access(2, "B", "gpu", "r"), Access(3, "C", "ram", "r")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]
@@ -107,7 +116,7 @@ def test_pass_through_copies_take_space() -> None:
 
 
 def test_a_copy_that_will_change_takes_room_for_its_way_back() -> None:
-    """A copy that is only read is never written back; a changed one returns through the middle tier."""
+    """A copy that is only read is never written back, but a changed copy returns through the middle tier."""
     links = (("gpu", "ram"), ("ram", "gpu"), ("nvme", "ram"), ("ram", "nvme"))
     routes, block = Routes(links), Block(BlockSpec("a", (8,), torch.uint8, "nvme"))
     copy = block.copy_in("gpu")
@@ -134,13 +143,13 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
     with TieredStore([GpuTier(1 << 16, device="cpu"), RamTier(1 << 20)]) as store:
         for key in "abcd":
             store.register(key, (8,), torch.float32, home="ram")
-        store.set_schedule(Schedule([Access(0, "a", "gpu", "w")], 1))  # a walk that fetches nothing
+        store.set_schedule(Schedule([Access(0, "a", "gpu", "w")], 1))  # nothing to fetch
         requests: list[tuple[str, str, Mode]] = [(key, "gpu", "w") for key in "abcd"]
         with mock.patch.object(prefetch, "next_fetches", wraps=next_fetches) as walk:
             leases = store.acquire_many(requests)
             with suppress(InterruptedError), leases:
                 assert not walk.called
-                raise InterruptedError  # written copies are dropped: four copies leave
+                raise InterruptedError  # the four written copies are dropped
             assert walk.call_count == 1 and all(lease.is_released for lease in leases)
             with store.acquire_many(requests):
                 pass
@@ -149,7 +158,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
 
 
 def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_late() -> None:
-    """Every lease makes a walk, which must cost nothing if all blocks are at home."""
+    """Every lease may cause a walk of the schedule, which must cost nothing if all blocks are at home."""
     with TieredStore([GpuTier(1 << 16, device="cpu", name="fast"), RamTier(1 << 16, name="slow")]) as store:
         for key, home in (("home", "fast"), ("away", "slow")):
             store.register(key, (8,), torch.float32, home=home)
@@ -186,7 +195,7 @@ def complete(*links: ManualLink) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(KEYS, MODES), min_size=1, max_size=5), st.lists(WORK, min_size=5, max_size=30))
 def test_walk_is_skipped_only_if_nothing_changed(future: list[tuple[str, Mode]], work: list[Any]) -> None:
-    """Every relevant change causes a walk, whatever the caller does, and other changes cause none."""
+    """Whatever the caller does, a walk of the schedule is skipped only if it would find nothing to fetch."""
     up, down = ManualLink("ram", "gpu"), ManualLink("gpu", "ram")
     store = TieredStore([MemoryTier("gpu", 4), MemoryTier("ram", 9)], links=[up, down])
     for size, key in enumerate("abc", start=1):

@@ -1,4 +1,4 @@
-"""Pruning: space on the drives is bounded, and a whole generation exists at every instant."""
+"""Pruning: the space used on the drives is bounded, and a complete generation exists at every instant."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def value_of(store: TieredStore) -> float:
 
 @contextmanager
 def watching(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> Iterator[list[int]]:
-    """Call ``look`` before and after every operation on a folder; yield a list with the number of calls."""
+    """Call ``look`` before and after every file operation. Yield a list with the number of these operations."""
     count, is_looking = [0], [False]
 
     def hook(name: str, module: Any) -> None:

@@ -107,7 +107,7 @@ def test_slabs_prefer_the_numa_node_of_the_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert found(0) is None, "the machine does not report it"
     nodes.write_text("0\n")
     assert found(0) is None
-    # Node 0 exists everywhere: the kernel accepts the hint for exactly the slab.
+    # Node 0 exists on every machine, so the kernel must accept the hint, and for exactly this slab.
     slab = HostSlab(64 * 4096)
     before = policies_of(slab)
     slab_module._prefer_node(slab.address, slab.nbytes, 0)
@@ -115,6 +115,6 @@ def test_slabs_prefer_the_numa_node_of_the_gpu(monkeypatch: pytest.MonkeyPatch, 
 
 
 def policies_of(slab: HostSlab) -> list[str]:
-    """Return the NUMA policy of the mappings that begin in a slab."""
+    """Return the NUMA policy of each mapping that begins in a slab."""
     lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
     return [words[1] for words in lines if slab.address <= int(words[0], 16) < slab.address + slab.nbytes]

@@ -1,4 +1,4 @@
-"""GenerationReader: reading and checking a generation without a store; removing one everywhere."""
+"""Reading and checking a generation with ``GenerationReader``, without a store, and removing it from all drives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tiered import (
 from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import current_generation, list_generations, newest_first, read_manifest, write_manifest
 
-#: key -> (home, contents); the large ones have several checksums or several files.
+#: key -> (home, contents). The largest blocks have several checksums or several files.
 BLOCKS = {
     "layer.0/weight": ("nvme", torch.arange(300_000, dtype=torch.float32)),
     "layer.0/m": ("ram", torch.arange(70_000, dtype=torch.int64).reshape(70, 1000)),
@@ -66,13 +66,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for times in (1, 2):
             write(store, times)
             store.commit({"times": times}).wait(60)
-    root.rename(folder / "archive")  # makes its copy the only one of its kind
+    root.rename(folder / "archive")  # so that a copy cannot find the original's files
     return root
 
 
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Path:
-    """Return the moved run; its links from drive to drive lead to the new place."""
+    """Return a copy of the run. Its links between drives are changed to lead to the copy."""
     shutil.copytree(original.parent / "archive", tmp_path / "run", symlinks=True)
     for link in (tmp_path / "run").rglob("c/*"):
         if link.is_symlink():
@@ -134,7 +134,7 @@ def test_drives_that_moved_are_searched(root: Path) -> None:
 
 
 def test_folder_of_another_store_is_not_adopted(root: Path, tmp_path: Path) -> None:
-    """Both have a generation 2 with the same blocks."""
+    """Both stores have a generation 2 with the same blocks."""
     with make_store(tmp_path / "other") as store:
         register(store)
         for times in (3, 4):
@@ -147,7 +147,7 @@ def test_folder_of_another_store_is_not_adopted(root: Path, tmp_path: Path) -> N
 
 
 def files_of_generation(root: Path) -> list[Path]:
-    """Return every file of generation 2, and the files above it, without symbolic links."""
+    """Return all files of generation 2, and the store's files above it, except symbolic links."""
     top = [root / "generations/MANIFEST.json", root / "generations/STORE.json"]
     documents = [root / f"{name}/{rest}zarr.json" for name in ("a", "generations") for rest in ("", "snap/")]
     inside = [path for path in root.glob("*/snap/00000002/**/*") if path.is_file() and not path.is_symlink()]

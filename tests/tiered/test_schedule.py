@@ -1,4 +1,4 @@
-"""Schedules: next uses and upcoming accesses, once and repeating."""
+"""Next uses and upcoming accesses of schedules that run once or repeat."""
 
 from __future__ import annotations
 

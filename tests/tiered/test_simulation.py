@@ -1,4 +1,4 @@
-"""Virtual time: links follow their rates, urgent transfers go first, and decisions are the real store's."""
+"""Simulated time: links follow their rates, urgent transfers go first, and the real store makes the decisions."""
 
 from __future__ import annotations
 

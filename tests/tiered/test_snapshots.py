@@ -1,4 +1,4 @@
-"""Snapshots of an NvmeTier: hard links, the rule of frozen files, adopting."""
+"""Snapshots of an NvmeTier: they are hard links to files, which are never written again, and can be adopted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:
 
 
 def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
-    """Write ``value`` into every byte, the way a link does."""
+    """Write ``value`` to every byte of a slot's files, the way a link does."""
     for file in files_of(slot).files:
         fd = tier.open_for_write(file)
         os.close(fd)
@@ -35,7 +35,7 @@ def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
 
 
 def contents(tree: Path, key: str) -> set[int]:
-    """Return the values of all bytes of an array, read by zarr."""
+    """Read an array with zarr, and return the set of its byte values."""
     return set(np.unique(np.asarray(zarr.open_array(tree / key, mode="r")[:]).view(np.uint8)).tolist())
 
 
@@ -129,7 +129,7 @@ def test_a_snapshot_that_failed_half_way_can_be_tried_again(
 
 
 def test_snapshots_take_the_reserved_space(tmp_path: Path) -> None:
-    """It is not reserved a second time: files that fit in addition are kept for reuse."""
+    """Snapshots use up the reserve instead of adding to it, so there is space to keep a freed file for reuse."""
     tier = NvmeTier([tmp_path], 4 * 16 * KiB)
     tier.reserve(2 * 16 * KiB)
     slot, other = take(tier, 16 * KiB), take(tier, 16 * KiB, "other")

@@ -1,4 +1,4 @@
-"""A read-only tier: contents from the start, copies on demand, no writes, errors of one part for the whole block."""
+"""A read-only tier has contents from the start and refuses writes. If one part cannot be read, the fetch fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 5000
 
 
 class Numbers:
-    """Blocks of bytes that are all ``value``, read in two halves."""
+    """Source of blocks whose bytes all have the same value. Each block is read in two halves."""
 
     def __init__(self, values: dict[str, int]) -> None:
         self.values = values
@@ -38,7 +38,7 @@ class Numbers:
 
 
 def open_store(source: Numbers, *tiers: object) -> TieredStore:
-    """Return a store with the source between RAM and slower tiers."""
+    """Return a store with the source's tier between RAM and slower tiers."""
     ram = next(tier for tier in tiers if isinstance(tier, RamTier))
     tier = SourceTier(source)
     at = tiers.index(ram) + 1
@@ -115,7 +115,7 @@ def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> Non
 
 
 def test_source_blocks_never_pass_the_drive(tmp_path: object) -> None:
-    """Homes on the drive move as usual, the source's blocks pass through RAM, and the drive never holds them."""
+    """Blocks at home on the drive move as usual. The source's blocks pass through RAM and never reach the drive."""
     source = Numbers({"a": 3})
     tiers = (GpuTier(MiB, device="cpu"), RamTier(MiB), NvmeTier([str(tmp_path)], MiB))
     with open_store(source, *tiers) as store:

@@ -1,4 +1,4 @@
-"""The store over real tiers: memory and files."""
+"""The store with real tiers in memory and files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read(store: TieredStore, key: str) -> float:
 
 
 def flush(store: TieredStore, *keys: str) -> None:
-    """Bring every block home and out of RAM."""
+    """Evict the blocks from RAM, and wait until they are home."""
     for key in keys:
         store.evict(key, "ram").wait(60)
 
@@ -138,7 +138,7 @@ def test_no_room_for_a_home_is_refused_with_numbers(store: TieredStore) -> None:
 
 
 def test_copies_make_way_for_a_home(store: TieredStore) -> None:
-    add(store, "a", "b", "c", "d")  # dirty: they fill RAM
+    add(store, "a", "b", "c", "d")  # dirty copies, which fill RAM
     store.register("home", (3 * BLOCK_BYTES,), torch.uint8, home="ram")
     assert [read(store, key) for key in "abcd"] == [0, 1, 2, 3]
     with pytest.raises(CapacityError):
@@ -194,7 +194,7 @@ def test_acquire_many_gives_all_or_nothing(store: TieredStore) -> None:
 
 
 def test_concurrent_acquire_many_calls_do_not_deadlock(tmp_path: Path) -> None:
-    """The space suffices for one of them; each with half of it would wait for ever."""
+    """There is space for one call at a time. If two calls each got half of the space, both would wait forever."""
     keys = [f"b{i}" for i in range(8)]
     num_rounds = 25
     errors: list[BaseException] = []
@@ -256,7 +256,7 @@ def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStor
     group.of("b").tensor.zero_()
     with pytest.raises(LeaseError, match="in place: 'b'"):
         group.release()
-    # All leases have ended, and writes of the same memory before and after belong to other leases.
+    # All leases have ended. A read lease is not blamed for writes that earlier or later leases made to the same memory.
     modes: tuple[Mode, ...] = ("rw", "r", "w", "r")
     for mode in modes:
         with store.acquire("a", "ram", mode) as lease:
@@ -356,7 +356,7 @@ def test_a_prefetch_is_a_hint(store: TieredStore) -> None:
 def test_traffic_does_not_depend_on_lookahead(
     tmp_path: Path, policy: EvictionPolicy, lookahead_bytes: int | None
 ) -> None:
-    """Run six layers forward and backward, two pinned, each dropped after use: the traffic can be calculated."""
+    """Six layers run forward and backward. Two are pinned and the others evicted after use, so the traffic is known."""
     keys = [f"layer.{i}" for i in range(6)]
     order = keys + keys[::-1]
     with make_store(tmp_path, ram_blocks=5, policy=policy) as store:
@@ -376,18 +376,18 @@ def test_traffic_does_not_depend_on_lookahead(
                     store.evict(access.key, "ram")
         store.set_schedule(None)
         window = store.stats() - before
-    # Two pinned layers once, the other four for every use; the last use of a step is not the first of the next.
+    # The two pinned layers are read once, and the other four for every use. No copy stays from one step to the next.
     assert window.links["nvme->ram"].num_bytes == (2 + 3 * 2 * 4) * BLOCK_BYTES
     assert window.links["ram->nvme"].num_bytes == 0
     assert window.prefetch_wasted == 0 and window.schedule_misses == 0
-    # All arrive ahead except for the last layer's second use, which follows its first at once.
+    # All fetches are ahead of use, except for the last layer's second use, which directly follows its first use.
     num_ahead = 2 + 3 * (2 * 4 - 1) if lookahead_bytes != 0 else 0
     assert window.prefetch_on_time + window.prefetch_late == num_ahead
 
 
 @pytest.mark.parametrize("policy", [LRU(), Belady()], ids=["lru", "belady"])
 def test_prefetch_evicts_no_copy_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
-    """Recency alone would evict the next tick's copy, and the schedule alone the current tick's."""
+    """By recency alone, the next tick's copy would be evicted, and by the schedule alone, the current tick's copy."""
     keys = ["a", "b", "c", "d"]
     with make_store(tmp_path, ram_blocks=3, policy=policy) as store:
         add(store, *keys)
@@ -398,7 +398,7 @@ def test_prefetch_evicts_no_copy_needed_sooner(tmp_path: Path, policy: EvictionP
         store.set_schedule(Schedule(accesses, period=period, end=num_steps * period))
         for tick in range(num_steps * period):
             store.advance(tick)
-            store.wait_idle()  # prefetches have arrived before this tick's block is requested
+            store.wait_idle()  # lets prefetches arrive before this tick's block is requested
             assert read(store, keys[tick % period]) == tick % period
         window = store.stats() - before
     num_uses = num_steps * period

@@ -1,4 +1,4 @@
-"""A store whose transfers the test ends in any order: notifications and traffic."""
+"""Wake-ups and traffic of a store whose transfers the test completes by hand, in any order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TIMEOUT_S = 30
 
 
 class Hand:
-    """A store of one-byte blocks; nothing moves between its tiers before ``move``.
+    """A store of one-byte blocks. Transfers complete only when a test calls ``move``, or completes them itself.
 
     Args:
-        sizes: bytes of the tiers, fast to slow; the last one is the home of all blocks.
+        sizes: Capacities of the tiers in bytes, from fast to slow. The last tier is the home of all added blocks.
     """
 
     def __init__(self, *sizes: int, policy: EvictionPolicy | None = None, **options: Any) -> None:
@@ -33,7 +33,7 @@ class Hand:
         self.store = TieredStore(tiers, policy or LRU(), list(self.links.values()), **options)
 
     def add(self, *keys: str, value: int = 0) -> None:
-        """Register blocks at home with contents: their position in the arguments, counted from ``value``."""
+        """Register blocks and fill each with its index in ``keys`` plus ``value``. Only the copies at home remain."""
         for number, key in enumerate(keys, start=value):
             self.store.register(key, (1,), torch.uint8, home=self.home)
             with self.store.acquire(key, "ram", "w", timeout_s=0) as lease:
@@ -45,7 +45,7 @@ class Hand:
         return [pair for pair, link in self.links.items() for _ in link.pending]
 
     def move(self) -> None:
-        """End all transfers in flight, and those that start as a result."""
+        """Complete all transfers in flight, and those that start as a result."""
         for _ in range(100):
             for link in self.links.values():
                 for _ in list(link.pending):
@@ -55,7 +55,7 @@ class Hand:
         raise AssertionError(f"transfers never stop: {self.under_way()}")
 
     def read(self, key: str, tier: str) -> int:
-        """Return a block's value, with the moves that it needs."""
+        """Return a block's value. Complete transfers until its lease is granted."""
         for _ in range(10):
             try:
                 with self.store.acquire(key, tier, timeout_s=0) as lease:
@@ -84,7 +84,7 @@ def make() -> Iterator[Callable[..., Hand]]:
 
 
 class Caller:
-    """A thread with one request to the store, and its result."""
+    """Thread that makes one request to the store and keeps the result."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -126,7 +126,7 @@ def test_failed_write_back_raises_in_its_waiter(make: Callable[..., Hand]) -> No
 
 
 def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
-    """Otherwise the traffic would depend on whether the write or the next user is faster."""
+    """Otherwise, the traffic would depend on whether the write-back or the next request comes first."""
     hand = make(4, 8)
     store = hand.store
     hand.add("a")
@@ -184,7 +184,7 @@ def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
     for key in ("a", "b"):
         with store.acquire(key, "ram", "w", timeout_s=0) as lease:
             lease.tensor.fill_(9)
-    for _ in range(3):  # every completed transfer makes waiting callers retry
+    for _ in range(3):  # as waiting callers do after each completed transfer
         with pytest.raises(TimeoutError):
             store.acquire("c", "ram", timeout_s=0)
     assert hand.under_way() == [("ram", "disk")]
@@ -209,7 +209,7 @@ def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[
 
 
 def _blocked(hand: Hand) -> Any:
-    """Evict ``a``, written in the GPU, while another thread's lease takes the space on its way; return that lease."""
+    """Write ``a`` in the GPU and evict it, while another thread's lease takes the space in RAM. Return that lease."""
     hand.add("a", "b")
     with hand.store.acquire("a", "gpu", "w", timeout_s=0) as lease:
         lease.tensor.fill_(5)
@@ -222,7 +222,7 @@ def _blocked(hand: Hand) -> Any:
 
 
 def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
-    """Otherwise the traffic would depend on whether that space or the next user comes first."""
+    """Otherwise, the traffic would depend on whether RAM gets free space before the next request comes."""
     hand = make(2, 1, 8)
     in_the_way = _blocked(hand)
     before = hand.store.stats()
@@ -349,7 +349,7 @@ def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable
 
 
 def test_write_back_ends_at_the_failed_hop(make: Callable[..., Hand]) -> None:
-    """A partial copy of a failed hop never goes home."""
+    """After a failed hop, the bytes do not move on to the home tier."""
     hand = make(2, 2, 8)
     store = hand.store
     hand.add("a", value=1)
@@ -404,7 +404,7 @@ def test_ended_lease_frees_space_for_scheduled_fetches(make: Callable[..., Hand]
 
 @pytest.mark.parametrize("taken_by", ["a home", "a reservation", "a pin", "a pin of a missing block"])
 def test_write_before_use_finds_the_unreserved_space(taken_by: str, make: Callable[..., Hand]) -> None:
-    """A copy fetched into that space would have to be evicted and fetched again."""
+    """A prefetch into the space that the write needs would have to be evicted and fetched again."""
     hand = make(2, 8)
     store = hand.store
     hand.add("written", "used", "pinned")
@@ -428,7 +428,7 @@ def test_write_before_use_finds_the_unreserved_space(taken_by: str, make: Callab
     store.advance(2)
     assert hand.read("used", "ram") == 1
     assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
-    # When that space is free again, it is used.
+    # When the taken space is free again, the prefetcher uses it.
     store.evict("used", "ram")
     if taken_by == "a home":
         store.unregister("home")
@@ -468,7 +468,7 @@ def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
 
 
 def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) -> None:
-    """Otherwise a later block would occupy the space that the fetch waits for."""
+    """Otherwise, a later block would take the space that the waiting fetch needs."""
     hand = make(4, 16)
     store = hand.store
     hand.add("one", "two", "small")

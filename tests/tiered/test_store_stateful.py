@@ -1,4 +1,4 @@
-"""Random operations on a store whose transfers end in any order and may fail: the promises hold after each."""
+"""Random operations on a store whose transfers end in any order and may fail. Invariants hold after each operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ADDRESSABLE = ["gpu", "ram"]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One caller thread; every acquire has a time-out of zero, so that a call that must wait returns."""
+    """Operations and invariants of a store with one calling thread.
+
+    Every ``acquire`` has a timeout of zero, so that a call that must wait raises an error instead.
+    """
 
     @initialize(belady=st.booleans())
     def make(self, belady: bool) -> None:
@@ -90,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def discard(self, key: str) -> None:
         if any(copy.transfer for link in self.links for copy in link.pending):
-            return  # it would wait for transfers that only this thread can finish
+            return  # discard would wait for transfers that only this thread can finish
         try:
             self.store.discard(key)
         except LeaseError:
@@ -160,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_looked_for_no_more_is_not_wanted(self) -> None:
-        """Assert that a skipped walk of the schedule would find nothing: the last one did not, and nothing changed."""
+        """Assert that a walk of the schedule is skipped only if it would find nothing to fetch."""
         prefetcher = self.store._movement.prefetcher
         if prefetcher.schedule is not None and prefetcher.idle_state == prefetcher.fetch_state():
             assert not list(prefetcher.missing_accesses())
@@ -204,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
                 while link.pending:
                     link.complete()
         if not any(block.num_transfers for block in self.store._movement.blocks.values()):
-            self.store.close()  # a broken promise may have left an endless movement: show that, do not wait
+            self.store.close()  # else an invariant is broken: report it, and do not wait in close
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -1,4 +1,4 @@
-"""Folders of strangers: whatever links, names and documents they hold, nothing outside of them is touched."""
+"""Untrusted folders: whatever links, names and documents they contain, nothing outside them is changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[Path]:
-    """Files of the user, some with the store's names; a test fails if any of them changes."""
+    """Yield a folder with the user's files, some named like a store's. Assert that no file has changed."""
     folder = tmp_path / "mine"
     for name in ("notes.txt", "1", "c/0", "MANIFEST.json", "deep/c/7"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def use(folder: Path) -> None:
-    """Run every operation of a run on a folder: open, change, commit, prune, remove, clean."""
+    """Try all operations on a store's folder: open, change, commit, prune, remove, clean up. Ignore errors."""
     with contextlib.suppress(TieredError, OSError), open_store(folder) as store:
         commit(store, 2.0)
         commit(store, 3.0)
@@ -137,7 +137,7 @@ def manifest_of(folder: Path) -> Path:
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest as a stranger may, with a correct seal."""
+    """Edit a manifest, and give it a correct checksum, as an attacker could."""
     document = json.loads(path.read_text())
     edit(document["body"])
     document["xxh3_64"] = checksum(json.dumps(document["body"], sort_keys=True).encode())
@@ -171,7 +171,7 @@ def test_records_that_make_no_sense(field: str, value: Any, says: str, folder: P
 
 
 def test_manifest_paths_never_reach_foreign_generations(folder: Path, tmp_path: Path) -> None:
-    """Removing a generation removes its parts on drives named in its manifest, if they belong to its store."""
+    """A removal deletes a generation's parts on the drives in its manifest, but only if they belong to its store."""
     mine = tmp_path / "mine"
     with open_store(mine) as store:
         commit(store, 5.0)

@@ -1,4 +1,4 @@
-"""The suites can fail: for each promise, a broken implementation and the test that detects it."""
+"""The conformance suites can fail: for each promise, a test detects an implementation that breaks it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiered.testing.store_suite import RandomOperations
 
 
 def failed_tests(suite: object) -> set[str]:
-    """Run all tests of a suite; return the names of the failing ones."""
+    """Run all tests of a suite. Return the names of the tests that fail."""
     failed = set()
     for name in dir(suite):
         if name.startswith("test_"):
@@ -217,7 +217,7 @@ class FirstWriteStays(HostLink):
 
 
 class UsesOneBuffer(HostLink):
-    """Two concurrent transfers corrupt each other."""
+    """Link whose concurrent transfers corrupt each other."""
 
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
 
@@ -253,7 +253,7 @@ class ReportsOwnErrors(HostLink):
 
 
 class HoldsALock(HostLink):
-    """A callback runs with the lock held that submit takes."""
+    """Link that runs callbacks while it holds the lock that ``submit`` takes."""
 
     def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
         super().__init__(src_tier, dst_tier)
@@ -307,7 +307,7 @@ def test_sound_links_pass() -> None:
 def test_a_broken_link_is_seen(broken: type[HostLink], seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken is HoldsALock:
         monkeypatch.setattr(link_suite, "TIMEOUT_S", 0.5)
-        monkeypatch.setattr(threading, "excepthook", lambda args: None)  # of the thread that gives up waiting
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)  # hides the error of the thread that gives up
     with pytest.raises((AssertionError, TimeoutError, OSError)):
         getattr(Links(broken), f"test_{seen_by}")()
 

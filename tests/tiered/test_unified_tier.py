@@ -1,4 +1,4 @@
-"""Host memory that a GPU computes in: the suites, with a device that works as late as possible."""
+"""Host memory that a GPU computes in passes the conformance suites, on a fake device that delays all work."""
 
 from __future__ import annotations
 
@@ -101,18 +101,18 @@ def test_machine_without_a_driver_has_no_shared_page_tables() -> None:
 
 
 def test_a_file_is_written_after_the_kernel_that_made_its_bytes(tmp_path: Path, device: VirtualCuda) -> None:
-    """The kernel runs when the host waits for it: a write without a wait would have stale bytes."""
+    """The kernel runs only when the host waits for it, so a write without a wait would store stale bytes."""
     with TieredStore([UnifiedTier(1 << 20), NvmeTier([tmp_path], 1 << 20, verify="always")]) as store:
         for key in "ab":
             store.register(key, (SIZE,), torch.uint8, home="nvme")
-        for key, number in (("a", 3), ("b", 4)):  # in the same slot: neither may be read as the other
+        for key, number in (("a", 3), ("b", 4)):  # both use the same slot, and must not be mixed up
             with store.acquire(key, "ram", "w") as lease:
                 assert lease.tensor.is_cuda
                 lease.tensor.fill_(number)
             store.evict(key, "ram").wait()
         for key, number in (("a", 3), ("b", 4)):
             with store.acquire(key, "ram", "r") as lease:
-                doubled = lease.tensor * 2  # queued; the next block is read into the same memory
+                doubled = lease.tensor * 2  # still queued when the next block enters this memory
             store.evict(key, "ram")
             with store.acquire("b" if key == "a" else "a", "ram", "r"):
                 pass

@@ -1,4 +1,4 @@
-"""Sizes and durations as text."""
+"""Parsing and formatting of sizes, durations and rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bit that changed on disk is found at any place, and its block, file and range are named."""
+"""A flipped bit on disk is found wherever it is, and the error names its block, file and byte range."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files(store: TieredStore, key: str) -> HomeFiles:
 
 
 def check_named(error: CorruptBlockError, key: str, path: Path, offset: int) -> None:
-    """Assert that the message names the block, the file, and a range of at most one piece with the damaged byte."""
+    """Assert that the error names the block, the file, and ranges of at most 16 MiB that contain the damaged byte."""
     assert error.key == key and f"'{key}'" in str(error)
     ranges = re.findall(r"'([^']+)' bytes (\d+) to (\d+)", error.place)
     assert any(name == str(path) and int(start) <= offset < int(stop) for name, start, stop in ranges), error.place
@@ -80,9 +80,9 @@ def homes_of(store: TieredStore, tree: str = "live") -> dict[str, HomeFiles]:
 
 
 def flips(homes: Mapping[str, HomeFiles], num: int, seed: int) -> Iterator[tuple[str, Path, int, bool]]:
-    """Flip a random bit, yield (block, file, byte offset, whether contents changed), flip it back; and repeat.
+    """Repeat: flip a random bit, yield (block, file, byte offset, whether contents changed), and flip the bit back.
 
-    Every fourth flip is in the padding after some block's contents; every block has its turn.
+    Blocks take turns. Every fourth flip is in the padding after the block's contents, if there is padding.
     """
     chance = random.Random(seed)
     for number in range(num):

@@ -1,4 +1,4 @@
-"""Whole copies of generations: they hold every byte, need no drive, and exist completely or not at all."""
+"""Whole copies contain all bytes of a generation, need none of the drives, and exist completely or not at all."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def commit(store: TieredStore, value: int) -> GenerationReader:
 
 
 def check_copy(path: Path, generation: int | None = None) -> None:
-    """Assert that a copy is sound, with the bytes of the generation that its ``meta`` names."""
+    """Assert that a copy is intact, and that its blocks have the value in the generation's ``meta``."""
     reader = GenerationReader(path, generation)
-    # A cut in the middle of the very first flip leaves a whole copy that no file names yet.
+    # A power cut during the first change of the top manifest leaves a complete copy that no file names yet.
     is_named = (path / MANIFEST_NAME).exists()
     assert [text for text in reader.problems() if is_named or "names the current" not in text] == []
     for key, (shape, dtype, _) in BLOCKS.items():
@@ -72,7 +72,7 @@ def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
     for folder in ("drive", "second", "out/checkpoints"):
         shutil.rmtree(tmp_path / "disk" / folder)
     check_copy(tmp_path / "disk/out/copies")
-    group = zarr.open(tmp_path / "disk/out/copies", mode="r")  # warnings are errors here
+    group = zarr.open(tmp_path / "disk/out/copies", mode="r")  # pytest turns warnings into errors
     assert isinstance(group, zarr.Group)
     arrays = {name for name, member in group.members(max_depth=None) if isinstance(member, zarr.Array)}
     assert arrays == {f"latest/{key}" for key in reader.blocks}
@@ -129,7 +129,7 @@ def test_damage_is_found_before_a_copy_counts(
     if which == "source":
         flip(tmp_path / "disk/drive/snap/00000001/embedding/c/0")
         expected = "disk/drive/snap/00000001/embedding/c/0"
-    else:  # the copy's drive returns another byte than was written
+    else:  # the copy's drive returns a byte that was not written
         from tiered.durable import reader as reader_module
 
         real = reader_module.read_piece
@@ -158,7 +158,7 @@ def test_missing_part_is_named(store: TieredStore, tmp_path: Path) -> None:
 
 @pytest.mark.fault
 def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> None:
-    """The cuts cover every kind of instant and of survival: listed copies are whole."""
+    """After cuts at many points, with each kind of survival, all listed copies are complete."""
     path, root = tmp_path / "disk/out/copies", tmp_path / "disk"
     path.parent.mkdir(parents=True, exist_ok=True)
     first, second = commit(store, 1), commit(store, 2)
@@ -172,7 +172,7 @@ def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> 
         copies.close()
     chance, seen = random.Random(1), set()
     cuts = [chance.randrange(len(recording.operations) + 1) for _ in range(60)]
-    cuts += [end - back for end in ends for back in range(12)]  # while it is sealed
+    cuts += [end - back for end in ends for back in range(12)]  # while a copy is marked as complete
     for number, cut in enumerate(cuts):
         survival = SURVIVALS[number % len(SURVIVALS)]
         other = tmp_path / "cut"
@@ -183,7 +183,7 @@ def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> 
         assert newest >= sum(cut >= end for end in ends), (cut, survival, "a finished copy is lost")
         if (there / MANIFEST_NAME).exists():
             check_copy(there)
-        copies = WholeCopies(there)  # a run resumes there
+        copies = WholeCopies(there)  # as when a run resumes
         for generation in list_generations(there):
             check_copy(there, generation)
         assert copies.copy(second).generation > newest or newest == 0

@@ -1,4 +1,4 @@
-"""The threads of a link."""
+"""``Workers``, the threads of a link."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_urgent_jobs_leave_a_thread_for_patient_jobs() -> None:
     for _ in range(2):
         workers.submit(hold)
     assert num_holding.acquire(timeout=60) and num_holding.acquire(timeout=60)
-    with workers._changed:  # the third thread checks only when both jobs are queued
+    with workers._changed:  # the third thread looks for work only after both jobs are queued
         workers.submit(hold)
         workers.submit(patient_ran.set, urgent=False)
     assert patient_ran.wait(60), "two urgent jobs run: the third thread is for the patient one"

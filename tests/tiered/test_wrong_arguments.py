@@ -1,4 +1,4 @@
-"""Mistakes of programs that use a store: each error states the mistake, and changes nothing."""
+"""Wrong calls of a store: each error states the mistake, and the store does not change."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_repr_shows_blocks_and_tiers(store: TieredStore) -> None:
     assert repr(store).startswith("<TieredStore (closed), 1 block")
 
 
-@pytest.mark.filterwarnings("ignore")  # torch: such tensors are in beta state
+@pytest.mark.filterwarnings("ignore")  # torch warns that such tensors are in beta
 @pytest.mark.parametrize(
     ("make", "message"),
     [

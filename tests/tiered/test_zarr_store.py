@@ -1,4 +1,4 @@
-"""ZarrStore: zarr's own suites, and features beyond zarr: tiers, capacities, commits."""
+"""``ZarrStore`` passes zarr's own suites. Its arrays can exceed RAM, and commits keep them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def put(store: ZarrStore, key: str, value: bytes) -> None:
 
 
 def test_an_array_larger_than_ram_lives_in_the_tiers_and_outlives_the_process(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).normal(size=(96, 4096)).astype(np.float32)  # 1.5 MiB through 256 KiB
+    values = np.random.default_rng(0).normal(size=(96, 4096)).astype(np.float32)  # 1.5 MiB, six times the RAM tier
     tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB)]
     with TieredStore(tiers) as store:
         array = zarr.create_array(
@@ -113,7 +113,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
         with pytest.raises(CapacityError):
             put(store, "k", bytes(100 * KiB))
         assert bytes_at(store, "k") == b"old"
-        for size in (40, 30, 50, 30):  # each fits only when the previous one is really freed
+        for size in (40, 30, 50, 30):  # each value fits only if the previous value was freed
             put(store, "k", bytes([size]) * size * KiB)
             assert bytes_at(store, "k") == bytes([size]) * size * KiB
         with pytest.raises(CapacityError):
@@ -123,7 +123,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
 
 
 def test_a_replacement_cut_by_a_crash_leaves_a_whole_value(tmp_path: Path) -> None:
-    """A commit after the new block's write and before the old one's end has both: the newer one counts."""
+    """A commit between the write of the new block and the removal of the old block has both. The newer block counts."""
     tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 8 * MiB)]
     with TieredStore(tiers) as tiers_before:
         store = ZarrStore(tiers_before)

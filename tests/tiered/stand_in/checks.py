@@ -1,5 +1,5 @@
 """Tests of the kvikio engine that need an NVIDIA driver or the stand-in. ``test_kvikio_link.py`` runs them in a
-separate process, so that nothing else of the test run ever sees the stand-in."""
+separate process, so that no other test loads the stand-in."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ from tiered.units import round_up
 
 @pytest.fixture(scope="session", autouse=True)
 def driver() -> None:
-    """Load the stand-in before kvikio requests a driver: the loader then returns the stand-in."""
-    torch.cuda.is_available()  # torch caches its answer without the stand-in
+    """Load the driver or its stand-in before kvikio does. The loader then gives kvikio the same library."""
+    torch.cuda.is_available()  # torch caches the answer before the stand-in is loaded
     path = os.environ.get("STAND_IN_LIBCUDA")
     library = ctypes.CDLL(path or "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     assert library.cuInit(0) == 0
 
 
 class Rig:
-    """A file tier with both links of one mover; parts of 64 KiB and files of 256 KiB, so that blocks have several."""
+    """NVMe and RAM tiers, with links in both directions that use the same mover.
+
+    Parts have 64 KiB and files at most 256 KiB, so that small blocks have several.
+    """
 
     def __init__(self, paths: list[Path], *, verify: Verify = "resume", direct_io: bool = True) -> None:
         self.nvme = NvmeTier(
@@ -131,7 +134,7 @@ def test_bytes_match_posix_and_zarr_reads_them(tmp_path: Path, num_paths: int, d
 
 
 class _Range:
-    """A part of device memory, as a slice of a tensor on a device is one."""
+    """Range of device memory, like a slice of a device tensor."""
 
     def __init__(self, whole: _DeviceMemory, start: int, stop: int) -> None:
         self._nbytes = stop - start
@@ -147,7 +150,7 @@ class _Range:
 
 
 class _OnDevice(DeviceBuffer):
-    """A slot in the driver's memory, which torch does not know if the driver is the stand-in."""
+    """Buffer in memory that the driver allocated. torch cannot access it if the driver is the stand-in."""
 
     memory: _DeviceMemory
 
@@ -159,7 +162,7 @@ class _OnDevice(DeviceBuffer):
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 64 * KiB, 262_145, 1_000_003])
 def test_device_memory_and_files_exchange_bytes(tmp_path: Path, direct_io: bool, nbytes: int) -> None:
-    """In several parts and files, by the engine's device-memory path; only the driver copies to it and back."""
+    """The engine moves blocks of several parts and files. Only the driver copies to and from device memory."""
     rig = Rig([tmp_path / "a", tmp_path / "b"], direct_io=direct_io)
     slot_bytes = round_up(nbytes, 4 * KiB)
     buffer = _OnDevice(torch.empty(0))
@@ -180,7 +183,7 @@ def test_writing_a_frozen_block_leaves_the_snapshot(rig: Rig, tmp_path: Path) ->
     home = rig.home(600_000)
     rig.nvme.describe(home, (600_000,), torch.uint8)
     rig.store(torch.ones(600_000, dtype=torch.uint8), home)
-    assert set(rig.load(home).tolist()) == {1}  # files are open for both by now
+    assert set(rig.load(home).tolist()) == {1}  # the files are now open for reading and writing
     rig.nvme.snapshots.take(home, "1")
     rig.store(torch.full((600_000,), 2, dtype=torch.uint8), home)
     assert rig.nvme.snapshots.nbytes == home.slot_bytes
@@ -276,7 +279,7 @@ def test_the_least_recently_used_file_is_closed_first(rig: Rig, monkeypatch: pyt
 
 
 def test_many_transfers_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)  # fewer than concurrently in use
+    monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)  # fewer than are in use at the same time
     tensors = [torch.full((70_000 + number,), number, dtype=torch.uint8) for number in range(20)]
     homes = [rig.home(tensor.numel(), f"block.{number}") for number, tensor in enumerate(tensors)]
     threads = [threading.Thread(target=rig.store, args=pair) for pair in zip(tensors, homes, strict=True)]
@@ -299,7 +302,7 @@ def test_memory_off_the_grid_is_refused(rig: Rig) -> None:
 
 def test_a_forked_process_is_refused(rig: Rig) -> None:
     (file,) = files_of(rig.home(4096)).files
-    rig.store(torch.ones(4096, dtype=torch.uint8), rig.home(4096, "other"))  # kvikio's threads run by now
+    rig.store(torch.ones(4096, dtype=torch.uint8), rig.home(4096, "other"))  # starts kvikio's threads
     slab = HostSlab(4096)
     receiver, sender = os.pipe()
     child = _fork()
@@ -317,7 +320,7 @@ def _fork() -> int:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other threads run on purpose
+        warnings.simplefilter("ignore")  # Python warns about other threads, which run on purpose
         return os.fork()
 
 

@@ -1,9 +1,8 @@
-/* A stand-in for libcuda.so.1, for tests without a GPU: the calls that kvikio and our probe make.
+/* A stand-in for libcuda.so.1 in tests without a GPU. It has the functions that kvikio and this project's probe call.
  *
- * There is one device whose memory is host memory: what cuMemAlloc returned counts as device memory, and a copy is
- * memcpy. Every other pointer is plain host memory. STAND_IN_CUDA=hang makes cuInit spin for ever, as a broken driver
- * may; STAND_IN_CUDA=no-device reports a driver without a device; with wrong-bytes what is read from the device is not
- * what it holds.
+ * There is one device. Memory from cuMemAlloc counts as device memory, all other memory as host memory, and copies use
+ * memcpy. STAND_IN_CUDA=hang makes cuInit spin forever, as a broken driver may. With STAND_IN_CUDA=no-device, the driver
+ * has no device. With STAND_IN_CUDA=wrong-bytes, copies from the device to the host return wrong bytes.
  */
 #include <stdlib.h>
 #include <string.h>
