@@ -404,7 +404,7 @@ class VirtualCuda(LazyDevice):
     def _run(self, func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
             args, kwargs = memories(args), on_host(memories(kwargs))
-            if func is aten.histc.default and not args[0].is_floating_point():  # CPU: floats only
+            if func is aten.histc.default and not args[0].is_floating_point():  # the CPU counts only floats
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             if seed is None:
                 return func(*args, **kwargs)

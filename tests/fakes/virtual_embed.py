@@ -75,7 +75,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "StoredParameter": _Stored,
         "make_placeholder": _make_placeholder,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
-        "count_references": lambda tensor: 0,  # queued kernels hold references that are no uses by the program
+        "count_references": lambda tensor: 0,  # references from queued kernels are not uses by the program
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "allows_addresses", True))

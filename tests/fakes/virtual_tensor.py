@@ -148,7 +148,7 @@ class ReusedMemory:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> uses
+        self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last use by stream
 
     def take_back(self, allocation: Allocation) -> None:
         """Record which queued work still uses memory that is being freed."""

@@ -1,4 +1,4 @@
-"""If the GPU fails or its memory runs out, the run ends with one message. The same command resumes the run."""
+"""If the GPU fails or its memory runs out, the run ends with one error message. The same command resumes it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def weights(run: SavedRun) -> bytes:
 
 
 def failed(run: SavedRun, act: Callable[[VirtualCuda], object]) -> str:
-    """Run a training in which ``act`` changes the device after step ``AT``. Return the error message."""
+    """Train, and let ``act`` change the device after step ``AT``. Return the error message."""
     with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
         after_step(patch, AT, lambda: act(device))
         done = run.run(**TABLES)

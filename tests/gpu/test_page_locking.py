@@ -1,4 +1,4 @@
-"""A slab works if CUDA refuses or loses its page lock, and later kernels report no error."""
+"""If CUDA refuses a page lock or has lost it, later kernels report no error, and the slab can be closed."""
 
 from __future__ import annotations
 

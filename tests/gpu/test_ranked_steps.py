@@ -28,7 +28,9 @@ WORLD = World.local(0, 2)
 
 
 def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tables: str) -> tuple[Any, ...]:
-    """Run steps, the last two without a host wait. Return losses and norms, and by how many visits gathers are ahead.
+    """Run steps, the last two without a host wait.
+
+    Return the loss and gradient norm of each step, and the number of visits by which weights are gathered ahead.
 
     Args:
         ahead: Whether weights are gathered ahead.

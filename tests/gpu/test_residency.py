@@ -77,7 +77,10 @@ def test_homes_in_gpu_memory_change_no_bit(
 def test_matrices_are_made_orthogonal_on_the_device(
     dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """Muon's products run on the device wherever blocks are at home. Bits are the same, and traffic is planned."""
+    """Muon's products run on the device, wherever blocks are at home.
+
+    Results are therefore bit-identical for all placements, and the bus traffic is as planned.
+    """
     model = write_tiny_model(tmp_path / "model")
     results: list[TieredRun] = []
     for gpu, nvme, tables in (("160MiB", 0, {"placement": ALL_RAM}), ("160MiB", 0, {}), ("44MiB", 1, {"ram": "9MiB"})):
@@ -115,7 +118,7 @@ def test_matrices_are_made_orthogonal_on_the_device(
 def test_updates_that_are_shared_between_host_and_device_change_no_bit(
     optimizer: str, dtype: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """All homes are in RAM. Some groups are updated there, and the others are fetched to the device for their update."""
+    """All homes are in RAM. Some groups are updated there, and the others are fetched to the device for the update."""
     model = write_tiny_model(tmp_path / "model")
     results: dict[int, TieredRun] = {}
     for count in (0, 3, 100):

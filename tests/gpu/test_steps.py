@@ -70,7 +70,7 @@ def test_host_waits_only_for_the_end_of_a_step(
 
 @pytest.mark.usefixtures("virtual")
 def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
-    """This includes the first such block in a process.
+    """Waits are also allowed again after the first such block in a process.
 
     torch then warns after it has set the mode, and pytest turns the warning into an error.
     """
@@ -113,7 +113,7 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
         for number in range(4):
             engine.step(next(loader).micro_batches, step_index=number, lr=1e-3)
         engine.finish_updates()
-        assert (tier.num_drops > 0) == is_tight  # in which step depends on the order in which copies end
+        assert (tier.num_drops > 0) == is_tight  # which step drops buffers depends on the order in which copies end
 
 
 @pytest.mark.usefixtures("virtual")

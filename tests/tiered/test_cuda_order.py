@@ -137,7 +137,7 @@ def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevic
 
 
 def test_read_does_not_wait_for_a_write_back(device: LazyDevice, store: TieredStore) -> None:
-    """Both only read the copy in the GPU, so the lease is granted before the write-back ends."""
+    """The lease and the write-back both only read the copy, so the lease is granted before the write-back ends."""
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
         tensor = lease.tensor

@@ -376,7 +376,10 @@ def test_work_continues_while_a_thread_writes(tmp_path: Path, monkeypatch: pytes
 def test_commit_checksums_exclude_concurrent_writes(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, the next commit would reuse the checksums for other contents, and no store could open it."""
+    """A commit takes no checksum of bytes that are written while it flushes its files.
+
+    Otherwise, the next commit would reuse the checksum for other contents, and no store could open it.
+    """
     flush, is_flushing, may_flush = os.fdatasync, threading.Event(), threading.Event()
 
     def held(fd: int) -> None:

@@ -112,7 +112,7 @@ def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> 
     """The old files exceed the new capacity, which is exactly enough for the contents in smaller files."""
     with make_store(tmp_path, chunk_bytes=512 * KiB, drives=("a", "b")) as store:
         commit(store, 10)
-    exact = NUM_BLOCKS * 236 * KiB  # 59 files of 4 KiB per block. The old files: two of 120 KiB.
+    exact = NUM_BLOCKS * 236 * KiB  # 59 files of 4 KiB per block, instead of two of 120 KiB
     with make_store(tmp_path, drives=("a", "b"), chunk_bytes=4 * KiB, capacity_bytes=exact) as store:
         store.load()
         check(store, 10)
@@ -121,7 +121,7 @@ def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> 
 
 
 def test_drives_that_were_mounted_elsewhere_are_found(tmp_path: Path) -> None:
-    """The links from the first path to the others are then broken, and the recorded paths are wrong."""
+    """If drives are mounted elsewhere, links from the first path to the others are broken, and recorded paths wrong."""
     with make_store(tmp_path, drives=("a", "b")) as store:
         commit(store, 10)
     shutil.move(tmp_path / "a", tmp_path / "x")

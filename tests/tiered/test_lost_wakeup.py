@@ -1,4 +1,4 @@
-"""If a transfer ends before a thread waits for it, it wakes no thread. No thread may start to wait for it later."""
+"""If a transfer ends before any thread waits for it, it wakes no thread, so no thread may wait for it later."""
 
 from __future__ import annotations
 

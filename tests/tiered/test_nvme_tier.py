@@ -309,7 +309,7 @@ def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
 
 
 def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
-    """Its missing space would be allocated during a later write, when the drive may be full."""
+    """Space for the holes would be allocated only during a later write, when the drive may be full."""
     tier = NvmeTier([tmp_path], MiB)
     slots = {key: take(tier, 64 * KiB, key) for key in ("whole", "holes")}
     (file,) = files_of(slots["holes"]).files

@@ -142,7 +142,7 @@ def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) ->
 
 
 def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path: Path) -> None:
-    """While the store's drives were away, another store committed the same generation number to new drives."""
+    """While the store's drives are away, another store commits a generation with the same number to new drives."""
     with make_store(tmp_path, "one") as store:
         commit(store, 1)
     for number in (0, 1):
@@ -202,7 +202,7 @@ def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
 def test_partially_removed_folder_names_its_owner(
     is_reversed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever order the file system lists files in, the note with the owner is removed last.
+    """``OWNER.json`` is removed last, in whatever order the file system lists the files.
 
     Otherwise, no store could remove what a crash leaves.
     """

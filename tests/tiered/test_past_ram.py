@@ -84,7 +84,7 @@ def test_direct_block_uses_ram_if_it_is_used_there(store: TieredStore) -> None:
 
 
 def test_the_prefetcher_needs_no_room_in_ram(store: TieredStore) -> None:
-    """This holds even if homes fill all of RAM."""
+    """The prefetcher fetches directly to the GPU, even if homes fill all of RAM."""
     put(store, 4.0)
     store.register("full", (64 * KiB,), torch.uint8, home="ram")
     store.set_schedule(Schedule([Access(1, "block", "gpu", "r")]))

@@ -35,9 +35,9 @@ def picks(text: str, room: int, lookahead: int | None = None, present: str = "",
 
     Args:
         text: One character per tick: ``a`` reads block "a", ``A`` overwrites it, and ``.`` accesses nothing.
-        room: Free bytes in RAM.
-        lookahead: Limit of the bytes to fetch ahead, or None.
-        present: Keys of the blocks with a copy in RAM.
+        room: Bytes of RAM that are available to copies.
+        lookahead: Maximum bytes of copies ahead, or None.
+        present: Keys of the blocks that have a copy in RAM.
         now: Current tick.
         size: Size of each block in bytes.
     """
@@ -63,7 +63,7 @@ def test_the_access_of_now_takes_room_and_is_not_fetched() -> None:
 
 
 def test_block_in_use_needs_space_for_its_next_fetch() -> None:
-    """Its copy may be evicted before its next use."""
+    """The copy of a block in use may be evicted before the block's next use."""
     assert picks("abcda", room=4) == "bcd"
     assert picks("abcda", room=5) == "bcda"
 
@@ -108,7 +108,7 @@ def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "
 
 
 def test_pass_through_copies_take_space() -> None:
-    """Otherwise, a copy on its way to the GPU would evict a copy that was fetched for a later use in RAM."""
+    """A copy on its way to the GPU must not evict a copy that was fetched for a later use in RAM."""
     accesses = [Access(1, "A", "gpu", "r"), Access(2, "B", "gpu", "r"), Access(3, "C", "ram", "r")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]

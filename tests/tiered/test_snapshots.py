@@ -1,4 +1,4 @@
-"""Snapshots of an NvmeTier: they are hard links to files, which are never written again, and can be adopted."""
+"""Snapshots of an NvmeTier: hard links to files that are never written again, and adopting blocks from snapshots."""
 
 from __future__ import annotations
 

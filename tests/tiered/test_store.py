@@ -256,7 +256,7 @@ def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStor
     group.of("b").tensor.zero_()
     with pytest.raises(LeaseError, match="in place: 'b'"):
         group.release()
-    # All leases have ended. A read lease is not blamed for writes that earlier or later leases made to the same memory.
+    # All leases have ended despite the errors. Writes that other leases make before or after a read lease are no error.
     modes: tuple[Mode, ...] = ("rw", "r", "w", "r")
     for mode in modes:
         with store.acquire("a", "ram", mode) as lease:

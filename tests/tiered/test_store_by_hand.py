@@ -126,7 +126,10 @@ def test_failed_write_back_raises_in_its_waiter(make: Callable[..., Hand]) -> No
 
 
 def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
-    """Otherwise, the traffic would depend on whether the write-back or the next request comes first."""
+    """A copy that is written back for an eviction cannot be leased.
+
+    Otherwise, the traffic would depend on whether the write-back or the next request comes first.
+    """
     hand = make(4, 8)
     store = hand.store
     hand.add("a")
@@ -184,7 +187,7 @@ def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
     for key in ("a", "b"):
         with store.acquire(key, "ram", "w", timeout_s=0) as lease:
             lease.tensor.fill_(9)
-    for _ in range(3):  # as waiting callers do after each completed transfer
+    for _ in range(3):  # retry as waiting callers do after each completed transfer
         with pytest.raises(TimeoutError):
             store.acquire("c", "ram", timeout_s=0)
     assert hand.under_way() == [("ram", "disk")]
@@ -222,7 +225,10 @@ def _blocked(hand: Hand) -> Any:
 
 
 def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
-    """Otherwise, the traffic would depend on whether RAM gets free space before the next request comes."""
+    """A copy whose eviction waits for space in RAM cannot be leased.
+
+    Otherwise, the traffic would depend on whether RAM gets free space before the next request comes.
+    """
     hand = make(2, 1, 8)
     in_the_way = _blocked(hand)
     before = hand.store.stats()
@@ -371,7 +377,7 @@ def test_write_back_ends_at_the_failed_hop(make: Callable[..., Hand]) -> None:
 
 
 def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
-    """The fetched bytes would be older than the writer's."""
+    """A fetch during a write would copy bytes that are older than the writer's."""
     hand = make(4, 4, 8)
     store = hand.store
     hand.add("a", value=1)
@@ -468,7 +474,7 @@ def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
 
 
 def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) -> None:
-    """Otherwise, a later block would take the space that the waiting fetch needs."""
+    """A fetch must not take the space that an earlier, waiting fetch needs."""
     hand = make(4, 16)
     store = hand.store
     hand.add("one", "two", "small")

@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
                 while link.pending:
                     link.complete()
         if not any(block.num_transfers for block in self.store._movement.blocks.values()):
-            self.store.close()  # else an invariant is broken: report it, and do not wait in close
+            self.store.close()  # otherwise an invariant is broken, and close would wait forever
 
 
 TestStoreMachine = StoreMachine.TestCase
