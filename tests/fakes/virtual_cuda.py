@@ -1,10 +1,10 @@
 """A software CUDA device: its tensors report ``cuda``, and its kernels run as late as allowed.
 
-A test with host memory instead of GPU memory misses some errors. This device raises an error, like a real device, if
-an operation mixes host and device tensors, or if host code takes the address of device memory. With
-``torch.cuda.set_sync_debug_mode("error")``, it also raises an error if an operation makes the host wait. Kernels and
-copies are queued on the current stream, as in ``fakes.lazy_device``, and run when the host waits for later work. A copy
-that does not wait for its kernel therefore moves stale bytes.
+A test with host memory instead of GPU memory misses some errors. Like a real device, this device raises an error if an
+operation mixes host and device tensors. It also does so if host code takes the address of device memory or, with
+``torch.cuda.set_sync_debug_mode("error")``, if an operation makes the host wait. Kernels and copies are queued on the
+current stream, as in ``fakes.lazy_device``, and run when the host waits for later work. A copy that does not wait for
+its kernel therefore moves stale bytes.
 
 Freed memory can be reused immediately, as in torch's caching allocator. The device raises an error if work that is
 queued on the memory could then race (``fakes.virtual_tensor.ReusedMemory``).

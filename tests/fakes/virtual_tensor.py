@@ -85,7 +85,7 @@ class VirtualTensor(Tensor):
     def __getitem__(self, index: Any) -> Any:
         """Index the tensor. As in torch, lists in the index become tensors, and the host waits while they are copied.
 
-        This class overrides the method, because replacing ``Tensor.__getitem__`` would have lasting effects: CPython
+        This class overrides the method, because replacing ``Tensor.__getitem__`` would have lasting effects. CPython
         would treat ``Tensor`` as a sequence, and ``torch.tensor`` would ask a 0-dimensional tensor for its length.
         """
         # Active modes take precedence, and call this method again.

@@ -27,8 +27,9 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 def test_gpu_loss_and_gradients_match_hugging_face(family: str, batches: str, virtual: VirtualCuda | None) -> None:
     """In fp32 without TF32, the loss is within 1e-5, and each gradient within 1e-4 of its largest element.
 
-    The arithmetic is the same, but kernels for other shapes add in a different order: the head runs in pieces, and a
-    recompute has contiguous inputs. On a CPU, the tolerance is a tenth of this (tests/parity/test_families.py).
+    The arithmetic is the same, but kernels for other shapes add in a different order. For example, the head runs in
+    pieces, and a recompute has contiguous inputs. On a CPU, the tolerance is a tenth of this
+    (tests/parity/test_families.py).
     """
     assert not torch.backends.cuda.matmul.allow_tf32
     config = tiny_config(family)
