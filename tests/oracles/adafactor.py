@@ -13,7 +13,7 @@ RANGE, MAX_ROW_BLOCKS, LANES, VECTOR_BLOCK = 1 << 20, 64, 64, 65_536
 
 
 def sum_in_lanes(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum along the last axis: element j goes to lane j modulo 64, in order; then the lanes are added in order."""
+    """Sum along the last axis in order: first each element j into lane j modulo 64, then over the lanes."""
     width = -(-values.shape[-1] // LANES) * LANES
     padded = np.zeros((*values.shape[:-1], width))
     padded[..., : values.shape[-1]] = values
@@ -29,7 +29,7 @@ def sum_in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
 
 
 def sum_rows_in_blocks(squares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum the rows of a matrix: first the rows of each block, then the blocks, in order."""
+    """Sum the rows of a matrix in order: first within each block of rows, then over the blocks."""
     num_rows, num_columns = squares.shape
     block = max(RANGE // num_columns, -(-num_rows // MAX_ROW_BLOCKS), 1)
     parts = [sum_in_order(squares[start : start + block], axis=0) for start in range(0, num_rows, block)]
@@ -50,10 +50,13 @@ def adafactor_step(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the new flat `(weight, moments)` of a parameter. Moments are means of rows and columns, or per element."""
+    """Return a parameter's new flat `(weight, moments)`.
+
+    A vector has one moment per element. Matrices have one moment per row and per column.
+    """
     one = np.float32
     beta2 = 1.0 - step**decay_rate
-    g = (grad + one(0)) * one(grad_scale)  # -0 counts as 0
+    g = (grad + one(0)) * one(grad_scale)  # turns -0 into 0
     if len(shape) < 2:
         squares = g * g
         moments = moments * one(beta2) + (squares + one(eps)) * one(1.0 - beta2)

@@ -1,7 +1,7 @@
 """Plain reimplementation of AdamW, the split master and the gradient norm.
 
-numpy rounds every operation to the dtype of its arrays and fuses nothing, so this code defines the kernels' arithmetic,
-one operation per line.
+numpy rounds every operation to the dtype of its arrays and never fuses two operations, so this code defines the exact
+arithmetic of the kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def adamw_step(
 
 
 def split(master: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.int16]]:
-    """Return the bf16 bits nearest to each finite master, ties away from zero, and the low 16 bits."""
+    """Return the bf16 bits nearest to each finite master (ties round away from zero), and the master's low 16 bits."""
     bits = master.view(np.uint32)
     truncated = (bits >> 16).astype(np.uint16)
     remainder = bits & 0xFFFF
@@ -51,13 +51,13 @@ def split(master: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.i
 
 
 def join(high: NDArray[np.uint16], low: NDArray[np.int16]) -> NDArray[np.float32]:
-    """Return the masters of the halves from `split`."""
+    """Restore the masters from the two halves that `split` returned."""
     truncated = np.where(low < 0, high - np.uint16(1), high).astype(np.uint32)
     return ((truncated << 16) | low.view(np.uint16)).view(np.float32)
 
 
 def squared_norm(grad: NDArray[np.float32], block_elements: int = 65_536, num_lanes: int = 64) -> float:
-    """Return the sum of squares: by lane within each block, then over lanes, then over blocks, in order."""
+    """Return the sum of squares in fp64, added in order: by lane within each block, over lanes, and over blocks."""
     total = 0.0
     for start in range(0, grad.size, block_elements):
         part = grad[start : start + block_elements].astype(np.float64)

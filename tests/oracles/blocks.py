@@ -1,4 +1,4 @@
-"""Optimizer blocks with random and special numbers, and comparisons of device updates with the host kernel."""
+"""Optimizer blocks with random and special values, and comparisons of device updates with the host kernel."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from oracles.adamw import split
 
 #: Zero, denormal, small, ordinary and large numbers whose squares stay finite in fp32.
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e15, -1e18], dtype=np.float32)
-#: In addition, huge and infinite numbers and NaN.
+#: The finite numbers, huge numbers, infinities and NaN.
 EVERYTHING = np.concatenate([FINITE, np.array([3e38, -3e38, np.inf, -np.inf, np.nan], dtype=np.float32)])
 PALETTES = {"normal": np.empty(0, np.float32), "finite": FINITE, "everything": EVERYTHING}
 
 
 def random_array(generator: np.random.Generator, size: int, palette: str = "normal") -> NDArray[np.float32]:
-    """Return normal numbers. If the palette has numbers, they replace half of them."""
+    """Return normally distributed numbers. If the palette is not empty, its numbers replace about half of them."""
     array = generator.standard_normal(size).astype(np.float32)
     choices = PALETTES[palette]
     return np.where(generator.random(size) < 0.5, generator.choice(choices, size), array) if choices.size else array
 
 
 def master_blocks(master: NDArray[np.float32], split_master: bool) -> dict[str, Tensor]:
-    """Return the block of a master, or its two blocks if it is split."""
+    """Return a master's block, or its two blocks if it is split, by name."""
     fp32 = torch.from_numpy(master.copy())
     if not split_master:
         return {"weight": fp32}
@@ -43,7 +43,7 @@ def master_blocks(master: NDArray[np.float32], split_master: bool) -> dict[str, 
 
 
 def master_of(blocks: dict[str, Tensor]) -> NDArray[np.float32]:
-    """Return the fp32 master that is stored in blocks."""
+    """Return the fp32 master that the blocks store."""
     if "low" not in blocks:
         return np.asarray(blocks["weight"].numpy())
     master = torch.empty(blocks["weight"].numel())
@@ -52,13 +52,13 @@ def master_of(blocks: dict[str, Tensor]) -> NDArray[np.float32]:
 
 
 def gradient_block(grad: NDArray[np.float32], dtype: torch.dtype) -> tuple[Tensor, NDArray[np.float32]]:
-    """Return a gradient block of the dtype, and its fp32 values."""
+    """Return a gradient block with this dtype, and the block's values in fp32."""
     block = torch.from_numpy(grad.copy()).to(dtype)
     return block, np.asarray(block.float().numpy())
 
 
 def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
-    """Compare bit by bit. All NaNs are equal, because the processor chooses which operand's payload survives."""
+    """Return whether all bits are equal. All NaNs count as equal, because their payload depends on the processor."""
     both_nan = np.isnan(left) & np.isnan(right)
     return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
 
@@ -70,7 +70,7 @@ def alike(left: Tensor, right: Tensor) -> bool:
 
 
 def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
-    """Return segments split at `cuts`, with different settings. Some share the decay, and some the learning rate."""
+    """Return segments split at `cuts`. Neighbors share either the weight decay or the learning rate, in turn."""
     bounds = sorted({0, size, *cuts})
     return [
         Segment(start, stop, weight_decay=0.1 * (index // 2 % 2), lr_scale=1.0 + (index + 1) // 2)
@@ -86,7 +86,7 @@ def update_on(
     segments: Sequence[Segment],
     update: Update,
 ) -> None:
-    """Update with the given number of threads, then end the threads."""
+    """Run an update with a given number of kernel threads, then end the threads."""
     threads = KernelThreads(num_threads)
     optimizer.threads = threads  # type: ignore[attr-defined]
     optimizer.update(blocks, gradient, segments, update)
@@ -94,9 +94,10 @@ def update_on(
 
 
 def changed_halves(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
-    """Update split masters with a learning rate of 0, and return the halves whose bits changed.
+    """Update split masters with a learning rate of 0, and name the halves whose bits changed.
 
-    The masters contain every finite high half, and low halves near a tie. Random masters would rarely hit a tie.
+    The masters combine every finite high half with extreme low halves and low halves near a rounding tie. Random
+    masters would rarely hit a tie.
 
     Args:
         shape: Shape of the parameter with the 65,536 masters. Vectors and matrices may have different kernels.
@@ -125,20 +126,21 @@ HOSTS: dict[str, ElementwiseOptimizer] = {
     "sgd, nesterov": SGD(nesterov=True, threads=KernelThreads(1)),
     "sgd without momentum": SGD(momentum=0.0, threads=KernelThreads(1)),
 }
-#: With moments that are smaller than fp32.
+#: Optimizers with moments smaller than fp32.
 SMALL_HOSTS: dict[str, ElementwiseOptimizer] = {
     f"{kind.__name__.lower()}, {dtype}": kind(threads=KernelThreads(1), state_dtype=dtype, seed=5)
     for kind in (AdamW, Lion, SGD)
     for dtype in ("bfloat16", "int8")
 }
-#: (elements, segment bounds): one or many programs, bounds inside a program, and starts without vector alignment.
+#: (number of elements, segment bounds). They cover one and many kernel programs, bounds inside a program, and segments
+#: that start at unaligned elements.
 SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (1, ()),
     (15, (7,)),
     (1024, ()),
     (5003, (16, 1040, 1041, 3000)),
 )
-#: Shapes for 8-bit moments, whose segments start at blocks of 256.
+#: (number of elements, segment bounds) for 8-bit moments, whose segments start at multiples of 256.
 SHAPES_OF_BLOCKS = ((1, ()), (257, ()), (5003, (256, 1024, 3072)))
 GRAD_SCALES = (1.0, 0.37, 1e-30)
 
@@ -172,7 +174,7 @@ def differing_blocks(
         update = Update(step=step, lr=1e-3, grad_scale=grad_scale)
         segments = [replace(segment, name=f"w{segment.start}") for segment in cut_segments(cuts, size)]
         host.update(blocks, gradient, segments, update)
-        with np.errstate(all="ignore"):  # the device can be Triton's interpreter, which uses numpy
+        with np.errstate(all="ignore"):  # the device may be Triton's interpreter, in which numpy would warn
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
     states = [kind.name for kind in kinds]

@@ -1,4 +1,4 @@
-"""Fenced code blocks of the pages, and the shell commands in them."""
+"""Fenced code blocks in the documentation, and the shell commands in these blocks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _WORDS_OF_THE_SHELL = {"while", "do", "done", "if", "then", "fi"}
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """Fenced code block.
 
     Attributes:
-        page, line: Position of the fence.
+        page, line: Page, and line number of the opening fence.
         language: Info string of the fence.
         text: Contents of the block.
-        reason: Reason not to execute the block, from the comment before it, or "".
+        reason: Reason why tests do not execute the block, from the comment above it, or "".
     """
 
     page: str
@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command of a shell block: its words, and the comment after it."""
+    """Simple command in a shell block: its words, and the comment at the end of its line."""
 
     words: tuple[str, ...]
     comment: str
@@ -57,10 +57,10 @@ class Command:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return the blocks of a page.
+    """Return the fenced code blocks of a page.
 
     Raises:
-        AssertionError: The page has code outside of fenced blocks: indented, or between other fences.
+        AssertionError: The page has indented code, an indented or ``~~~`` fence, or a block without an end.
     """
     found: list[Block] = []
     inside: list[str] | None = None
@@ -83,7 +83,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Yield the simple commands of a shell block, or the commands after the prompts of a console block."""
+    """Yield the simple commands of a shell block. In a console block, only lines with a prompt have commands."""
     for line in block.text.splitlines():
         if block.language == "console":
             if not line.startswith("$ "):
@@ -103,7 +103,7 @@ def commands_of(block: Block) -> Iterator[Command]:
 
 
 def _without_comment(line: str) -> tuple[str, str]:
-    """Return code and comment of a line. A # inside quotes or a word does not start a comment."""
+    """Split a line into code and comment. A # inside quotes or inside a word does not start a comment."""
     quote = ""
     for position, letter in enumerate(line):
         if quote:

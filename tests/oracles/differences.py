@@ -1,7 +1,7 @@
 """A pytest plugin that reports the largest accepted differences: ``pytest -p oracles.differences``.
 
-For each test it prints the largest difference that `pytest.approx` and `torch.testing.assert_close` accepted, absolute
-and relative to the largest value of the same tensor, and the number of tensors that `torch.equal` found equal.
+For each test, it prints the largest difference that `pytest.approx` and `torch.testing.assert_close` accepted, absolute
+and relative to the largest expected value of the tensor. It also prints how many tensors `torch.equal` found equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _pytest.approx import ApproxScalar
 
 @dataclass
 class Differences:
-    """The largest differences of a test."""
+    """Number of comparisons in a test, and the largest differences."""
 
     number: float = 0.0
     number_relative: float = 0.0
@@ -28,7 +28,7 @@ class Differences:
     num_equal: int = 0
 
     def add_tensors(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Add the difference of two tensors."""
+        """Record the difference between two tensors."""
         self.num_tensors += 1
         if expected.numel():
             error = float((found.double() - expected.double()).abs().max())
@@ -36,7 +36,7 @@ class Differences:
             self.tensor_relative = max(self.tensor_relative, error / (float(expected.double().abs().max()) or 1.0))
 
     def add_numbers(self, found: float, expected: float) -> None:
-        """Add the difference of two numbers."""
+        """Record the difference between two numbers."""
         self.num_numbers += 1
         self.number = max(self.number, abs(found - expected))
         self.number_relative = max(self.number_relative, abs(found - expected) / (abs(expected) or 1.0))
@@ -47,7 +47,7 @@ _FOUND: dict[str, Differences] = {}
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Record the comparisons of a test."""
+    """Record the comparisons that a test makes."""
     own = Differences()
     close, equal, approx = torch.testing.assert_close, torch.equal, ApproxScalar.__eq__
     expects = getattr(getattr(item, "module", None), "assert_equal", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def bytes_on_disk(*roots: Path) -> int:
-    """Return the allocated bytes of all chunk files, counting hard links once. Other threads may remove files."""
+    """Return the bytes that chunk files occupy on disk, counting hard links once. Files may disappear meanwhile."""
     sizes = {}
     for root in roots:
         for folder, _, names in os.walk(root):

@@ -16,7 +16,7 @@ import megatrain
 from megatrain.embed.weights import block_of
 from tiered import TieredStore
 
-#: Homes of weights, gradients and state. "auto" means RAM, if there is space.
+#: Options that set the homes of weights and gradients, by name. The default is RAM if there is space.
 HOMES = {
     "ram": {},
     "weights on a drive": {"weights": "nvme"},
@@ -26,12 +26,12 @@ HOMES = {
 
 
 def small_store(folder: Path, ram: int | str = "16MiB") -> TieredStore:
-    """Open a store with a drive."""
+    """Open a small store with RAM and a drive."""
     return megatrain.open_store(ram=ram if isinstance(ram, str) else f"{ram}B", nvme=folder, nvme_size="256MiB")
 
 
 def stored_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a copy of a parameter's gradient sum in the store."""
+    """Return a copy of a parameter's gradient sum, from the store or from ``grad``, or None without a gradient."""
     block = block_of(parameter)
     if block is None:
         return None if parameter.grad is None else parameter.grad.clone()
@@ -44,7 +44,7 @@ def stored_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def assert_same_gradients(plain: nn.Module, tiered: nn.Module) -> None:
-    """Assert that the same parameters have gradients, with equal bits in fp32."""
+    """Assert that the same parameters have gradients in both modules, and that these are equal in fp32."""
     pairs = zip(plain.named_parameters(), tiered.named_parameters(), strict=True)
     for (name, one), (other_name, other) in pairs:
         assert name == other_name
@@ -56,7 +56,7 @@ def assert_same_gradients(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
-    """Assert that all entries of ``state_dict`` are equal."""
+    """Assert that both modules have equal ``state_dict`` entries in the same order."""
     one, other = plain.state_dict(), tiered.state_dict()
     assert list(one) == list(other)
     for name, numbers in one.items():
@@ -64,7 +64,7 @@ def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 class Rooted(nn.Module):
-    """Module that uses parameters in lists and dicts outside of submodules, and has one unused parameter."""
+    """Module with parameters outside of submodules: directly, in a list and in a dict. One is empty, one is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Rooted(nn.Module):
 
 
 class Tied(nn.Module):
-    """Module whose embedding is also the head, and whose layers run twice."""
+    """Module whose layers run twice. Its head uses the embedding's weight, unless only ``sparse`` is set."""
 
     def __init__(self, *, reads_directly: bool = False, sparse: bool = False) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Block(nn.Module):
 
 
 class Energy(nn.Module):
-    """Module whose forces are derivatives of an energy: a backward inside the forward, differentiated again."""
+    """Module that returns forces, the derivative of an energy: its forward contains a differentiable backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention that reads the weights of its projection directly."""
+    """Attention that reads the weight of its output projection without calling the projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def parametrized(kind: str) -> nn.Module:
 
 
 def frozen_in_part() -> nn.Module:
-    """Return layers with some frozen weights."""
+    """Return a module with one frozen layer and one frozen weight."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8))
     module[0].requires_grad_(False)
     module[1][0].weight.requires_grad_(False)
@@ -265,6 +265,6 @@ def make() -> nn.Module:
 
 
 def batches(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return inputs for the module of ``make``."""
+    """Return ``count`` input batches for the module from ``make``."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4, 8, generator=generator).to(dtype) for _ in range(count)]

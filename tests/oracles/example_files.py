@@ -1,4 +1,4 @@
-"""Files of examples/ as modules, because they are in no package, and the object tier's setup for the test suites."""
+"""Imports files of ``examples/``, which is not a package, and sets up the object-store tier for the test suites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load_example(name: str) -> ModuleType:
-    """Return the module of ``examples/<name>``."""
+    """Import ``examples/<name>`` and return the module."""
     spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
     assert spec is not None and spec.loader is not None, name
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +31,7 @@ module = load_example("extend/object_store_tier.py")
 
 
 class Objects:
-    """Objects in memory, in parts of 48 KiB."""
+    """Setup of an object-store tier that keeps its objects in memory, in parts of 48 KiB."""
 
     takes_copies = False
     url = "memory://bucket/scratch"

@@ -1,4 +1,4 @@
-"""Tiny decoder and image-text models of every transformers family, and batches that reveal common errors."""
+"""Tiny configurations of the decoder and image-text families in transformers, and batches that reveal common errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {**_MOE, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "attention_chunk_size": 4},
 }
 
-#: Recent families. Only one test trains them, against Hugging Face, so that the other tests stay short.
+#: Recent families. To keep tests fast, only the comparison of gradients with Hugging Face trains them.
 RECENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": {**_QWEN3_5, **_MOE, "shared_expert_intermediate_size": 24},
@@ -155,7 +155,7 @@ RECENT: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, *, tied: bool | None = None, **changes: Any) -> Any:
-    """Return a configuration without dropout, unless `changes` enable it."""
+    """Return a tiny configuration of a family, without dropout unless `changes` enable it."""
     values = {**_BASE, **(FAMILIES | RECENT)[family], "attention_dropout": 0.0}
     if family in ("gpt2", "opt"):
         values |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "dropout": 0.0}
@@ -186,7 +186,7 @@ def padded_batches() -> list[dict[str, torch.Tensor]]:
 
 
 def packed_batches() -> list[dict[str, torch.Tensor]]:
-    """Return two micro-batches of documents packed into one row, separated by their positions."""
+    """Return two micro-batches, each with one row of packed documents. Positions restart at 0 in each document."""
     generator = torch.Generator().manual_seed(6)
     batches = []
     for lengths in ((5, 4, 7), (3, 9)):
@@ -225,13 +225,13 @@ SMALL = {name: number for number, names in SMALL_BY_NUMBER.items() for name in n
 
 
 def shrunk_config(model_type: str) -> Any:
-    """Return a tiny configuration without dropout; raises transformers' error if that is impossible."""
+    """Return a tiny configuration without dropout. Raise an error if a type cannot be made tiny."""
     if model_type in FAMILIES:
         return tiny_config(model_type)
     default = CONFIG_MAPPING[model_type]()
     values = {name: value for name, value in SMALL.items() if hasattr(default, name)}
     if "kv_lora_rank" in values:
-        values["num_key_value_heads"] = 4  # latent attention has no groups
+        values["num_key_value_heads"] = 4  # latent attention does not group heads
     for name, value in vars(default).items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             values[name] = 0.0
@@ -246,7 +246,7 @@ def shrunk_config(model_type: str) -> Any:
 
 IMAGE_TEXT_TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
-#: Keys of image and audio towers, in addition to the sizes of a text model.
+#: Sizes of image and audio towers. They extend or override the sizes of a text model.
 _TOWER: dict[str, int] = {
     "image_size": 32,
     "patch_size": 16,
@@ -259,7 +259,7 @@ _TOWER: dict[str, int] = {
 }
 
 
-#: Types that split rotary dimensions into time, height and width. The default split needs a larger head.
+#: Types that split rotary dimensions into time, height and width. The default split does not fit into a tiny head.
 _MROPE = frozenset(
     [
         "glm46v",
@@ -282,7 +282,7 @@ def image_text_class(model_type: str) -> Any:
 
 
 def tiny_image_text_config(model_type: str) -> Any:
-    """Return a tiny configuration without dropout. Raises transformers' error if that is impossible."""
+    """Return a tiny configuration without dropout. If the type cannot be made tiny, transformers raises an error."""
     default = CONFIG_MAPPING[model_type]()
     config = CONFIG_MAPPING[model_type](**_shrunk(default))
     if model_type.endswith(("_omni_moe_thinker", "_omni_thinker")):
@@ -310,5 +310,5 @@ def _shrunk(config: Any, *, is_text: bool = False) -> dict[str, Any]:
             half = int(SMALL["head_dim"] * value.get("partial_rotary_factor", 1.0)) // 2
             values[name] = {**value, "mrope_section": [half // 2, half // 4, half - half // 2 - half // 4]}
     if "kv_lora_rank" in values:
-        values["num_key_value_heads"] = SMALL["num_attention_heads"]  # latent attention has no groups
+        values["num_key_value_heads"] = SMALL["num_attention_heads"]  # latent attention does not group heads
     return values

@@ -1,4 +1,7 @@
-"""Reference without code of this project: the model in memory, plain `loss.backward()`, and torch's optimizer."""
+"""Reference in plain torch and transformers: the model in memory, `loss.backward()`, and torch's optimizer.
+
+Only the seeds of micro-batches come from this project.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from megatrain.engine.unit.state import micro_batch_seed
 
 @dataclass
 class Reference:
-    """Loss, and gradients by parameter name, without parameters that have no gradient."""
+    """Loss of a step, and the gradients by parameter name. Parameters without a gradient are absent."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -42,7 +45,7 @@ def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequenc
 
 
 def add_gradients(model: Any, batch: Mapping[str, Tensor], num_items: int) -> float:
-    """Run the backward of a micro-batch's mean loss, weighted by its share of labels, and return the loss."""
+    """Run the backward of a micro-batch's loss, weighted by its share of the step's labels, and return this loss."""
     count = int((batch["labels"][:, 1:] != -100).sum())
     if not count:
         return 0.0
@@ -97,10 +100,10 @@ def train_plainly(
     make_optimizer: Callable[[list[dict[str, Any]]], Any] | None = None,
     unit_of: Callable[[str], str] | None = None,
 ) -> PlainRun:
-    """Train in fp32 on the CPU: token-weighted accumulation, global-norm clipping, decoupled decay.
+    """Train in fp32 on the CPU, with token-weighted accumulation, global-norm clipping and decoupled weight decay.
 
-    `make_optimizer` creates an optimizer from parameter groups, by default torch's AdamW. If `unit_of` returns each
-    parameter's unit, gradients are clipped by the norm of their unit instead of the global norm.
+    `make_optimizer` creates an optimizer from parameter groups; the default is torch's AdamW. `unit_of` maps a
+    parameter's name to its unit: then each unit's gradients are clipped by their own norm.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -132,7 +135,7 @@ def train_plainly(
 
 
 def assert_same_gradients(expected: Reference, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Compare a step's loss and gradients with ``train_step`` in fp32, up to the order of sums."""
+    """Assert that a step's loss and gradients equal those of ``train_step``, up to rounding in fp32."""
     assert loss == pytest.approx(expected.loss, rel=2e-6)
     assert set(gradients) == set(expected.gradients)
     noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())

@@ -1,4 +1,4 @@
-"""Folders of tiny image-text models with tokenizer and processor, and rows with images."""
+"""Writes folders of tiny image-text models with tokenizer and processor, and rows with images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"
-SIDE = 32  # image size for vision towers of a fixed size
+SIDE = 32  # image side in pixels, for vision towers with a fixed input size
 
 _PARTS = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -33,16 +33,16 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a family's tiny model folder, in addition to the configuration.
+    """Contents of a family's tiny model folder that ``tiny_image_text_config`` does not determine.
 
     Attributes:
-        processor: Class of the processor.
-        image_processor: Class and values of the image processor.
+        processor: Class name of the processor.
+        image_processor: Class name and settings of the image processor.
         tokens: Special tokens of the tokenizer, by name.
         placeholder: Text that stands for an image in the chat template.
-        ids: Token whose id goes into each field of the configuration.
-        values: Arguments of the processor.
-        changes: Changed values of the configuration, by path.
+        ids: Token for each configuration field that holds a token id.
+        values: Settings of the processor.
+        changes: Configuration values to replace, by dotted path. The path "" holds constructor arguments.
     """
 
     processor: str
@@ -209,7 +209,7 @@ _MORE_TOKENS = ("<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]
 
 
 def make_folder(family: str, folder: Path) -> Path:
-    """Write a tiny model with random weights, tokenizer, processor and chat template."""
+    """Write a tiny model with random weights, tokenizer, processor and chat template, and return its folder."""
     made, folder = FAMILIES[family], folder / family
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     special = [*_MORE_TOKENS, *made.tokens.values()]
@@ -251,7 +251,8 @@ def random_model(family: str, tokenizer: Any) -> Any:
             continue
         *inner, name = path.split(".")
         setattr(getattr(config, inner[0]) if inner else config, name, value)
-    config = type(config)(**{**config.to_dict(), **made.changes.get("", {})})  # derived from other fields
+    # The constructor derives some fields from others.
+    config = type(config)(**{**config.to_dict(), **made.changes.get("", {})})
     config.architectures = [image_text_class(family).__name__]
     torch.manual_seed(1234)
     model = image_text_class(family)._from_config(config, dtype=torch.float32).train()
@@ -263,7 +264,7 @@ def random_model(family: str, tokenizer: Any) -> Any:
 
 
 def png(width: int, height: int, seed: int) -> bytes:
-    """Return an image of noise."""
+    """Return a PNG image of random noise."""
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -279,7 +280,7 @@ def chat(*parts: str | dict[str, Any], answer: str = "a whale") -> list[dict[str
 
 
 def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path:
-    """Write a file of rows with images of the given sizes, and the images next to it."""
+    """Write images of the given sizes, and a file with one row per list of sizes. Return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, own in enumerate(sizes):
@@ -295,7 +296,7 @@ def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path
 
 
 def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> DataSpec:
-    """Return the data settings of a run for rows with images."""
+    """Return the data settings of a run that trains on rows with images."""
     table = DataConfig(
         train=[DatasetConfig(path=str(rows))],
         max_length=max_length,

@@ -19,7 +19,7 @@ def lion_step(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the new `(weight, m)`: algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (2023).
+    """Return the new `(weight, m)` by algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (2023).
 
     In the paper: `update = beta1 * m + (1 - beta1) * g; w = w - lr * (sign(update) + weight_decay * w);
     m = beta2 * m + (1 - beta2) * g`. The sign of NaN is zero, as in torch.
@@ -47,7 +47,7 @@ def sgd_step(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> tuple[Array, Array | None]:
-    """Return the new `(weight, m)`: `torch.optim.SGD` without dampening; decay is part of the gradient."""
+    """Return the new `(weight, m)` as `torch.optim.SGD` does without dampening. The gradient includes the decay."""
     one = np.float32
     scaled = grad * one(grad_scale)
     pull = weight * one(weight_decay)
@@ -65,7 +65,7 @@ class PlainLion:
     Args:
         groups: Parameter groups as in `torch.optim`, with `params` and `weight_decay`.
         lr: Learning rate. Tests may change it in `param_groups` between steps.
-        betas: Weight of the momentum in the direction, and its decay.
+        betas: Weight of the momentum in the update direction, and decay rate of the momentum.
     """
 
     def __init__(self, groups: list[dict[str, object]], *, lr: float, betas: tuple[float, float]) -> None:

@@ -1,4 +1,4 @@
-"""`BlockAccess` with plain dictionaries, as a reference for the tiered store's access."""
+"""`BlockAccess` with plain dictionaries, as a reference for the access to a tiered store."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class MemoryAccess:
         self._filled: dict[int, set[str]] = {}
         self._open: list[str] = []
         self.log: list[tuple[str, int]] = []
-        self.skipped: list[str] = []  # units whose weights were not needed, one entry per visit
+        self.skipped: list[str] = []  # names of units whose weights a visit did not need, one entry per visit
         self.largest_num_activations = 0
-        self.attention_nbytes = 1 << 20  # size of a micro-batch's results
+        self.attention_nbytes = 1 << 20  # size of a micro-batch's saved results
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self, phase: str, visit: int) -> None:
@@ -75,7 +75,7 @@ class MemoryAccess:
         yield tensor
         if self._log_visit() <= visit:  # otherwise the visit that saved the activation still has to read it
             del self._activations[key]
-            tensor.fill_(0)  # reveals a use after this point
+            tensor.fill_(0)  # makes a later use visible
 
     @contextmanager
     def results_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
@@ -87,7 +87,7 @@ class MemoryAccess:
             return
         room = self._rooms.pop((visit, micro_batch))
         yield room
-        room.fill_(255)  # reveals a use after this point
+        room.fill_(255)  # makes a later use visible
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the gradients, summed over use sites in use order, and reset the accumulators."""
@@ -102,7 +102,7 @@ class MemoryAccess:
 
 
 def split_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's tensors under a graph's names, split like the graph's experts."""
+    """Return a model's tensors by the graph's names. Fused experts are split as in the graph."""
     entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
     return {
         entry.name: whole[entry.parameter]
@@ -115,7 +115,7 @@ def split_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def joined(graph: ModelGraph, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Invert ``split_like``."""
+    """Join tensors that are split as by ``split_like``, and return them by the model's names."""
     found: dict[str, list[torch.Tensor]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:

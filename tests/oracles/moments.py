@@ -1,4 +1,4 @@
-"""Reimplementation of bf16 and 8-bit moments in numpy: the hash, the code by definition, and rounding by search."""
+"""bf16 and 8-bit moments in numpy: random bits from a hash, the 8-bit code's definition, and rounding by search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MASK = 0xFFFFFFFF
 
 
 def random_bits(seed: int, step: int, name: str, elements: range) -> NDArray[np.uint32]:
-    """Return the 32 random bits of some elements of a parameter."""
+    """Return 32 random bits for each of some elements of a parameter."""
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     key = [int.from_bytes(digest[at : at + 4], "little") for at in (0, 4)]
 
@@ -30,13 +30,13 @@ def random_bits(seed: int, step: int, name: str, elements: range) -> NDArray[np.
 
 
 def round_at_random(values: NDArray[np.float32], bits: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Round to bf16 numbers, returned in fp32, by adding 16 random bits below the last place and truncating."""
+    """Round stochastically to bf16: add 16 random bits below the last place, and truncate. The result is in fp32."""
     found = (values.view(np.uint32).astype(np.uint64) + bits).astype(np.uint32) & np.uint32(0xFFFF0000)
     return np.asarray(np.where(np.isnan(values), np.float32(np.nan), found.view(np.float32)), np.float32)
 
 
 def dynamic_code(signed: bool) -> NDArray[np.float32]:
-    """Return the 256 numbers of the dynamic code: 1, 0, and in each decade twice as many fractions as before."""
+    """Return the 256 numbers of the dynamic code: 0, 1, and fractions, whose number doubles with each decade."""
     numbers = {0.0, 1.0}
     for decade in range(7):
         count = 2**decade * (1 if signed else 2)
@@ -47,11 +47,11 @@ def dynamic_code(signed: bool) -> NDArray[np.float32]:
 
 
 def encode_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return bytes and scales of finite numbers: the nearest of the 256 values, or the smaller value at a tie."""
+    """Encode finite numbers as bytes and block scales, with the nearest code value, or the smaller one at a tie."""
     code = dynamic_code(signed)
     borders = (code[:-1] + code[1:]) / np.float32(2)
     if not signed:
-        borders[0] = 0  # nonzero numbers never become zero
+        borders[0] = 0  # so that nonzero numbers never become zero
     found, scales = [], []
     for start in range(0, values.size, 256):
         block = values[start : start + 256]

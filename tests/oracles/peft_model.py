@@ -1,4 +1,4 @@
-"""Reference for LoRA without code of this project: peft's model around the plain model, in memory."""
+"""LoRA reference without code of this project: the plain model wrapped by peft, in memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from oracles.huggingface import build_model
 
 
 def peft_model(config: Any, settings: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> PeftModel:
-    """Return a model with random weights and random adapters, none of them zero."""
+    """Return a model with random weights and random nonzero adapters."""
     return with_adapters(build_model(config, dtype), settings)
 
 
 def with_adapters(model: Any, settings: Mapping[str, Any]) -> PeftModel:
-    """Return a model with random adapters, none of them zero."""
+    """Add random nonzero adapters to a model, and return peft's model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), autocast_adapter_dtype=False)
@@ -34,15 +34,15 @@ def with_adapters(model: Any, settings: Mapping[str, Any]) -> PeftModel:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter of peft's model has in the file of the adapter or model."""
+    """Return the name of a peft parameter in the adapter's or model's file."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
-    if ".lora_" not in name:  # names of expert adapters are nested
+    if ".lora_" not in name:  # adapters of experts are nested, so their names keep ``.base_layer``
         name = name.replace(".base_layer", "")
     return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
 
 
 def parameters_by_name(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return all parameters by their names in files."""
+    """Return all parameters by their names in the model's and adapter's files."""
     found = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return found | {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 

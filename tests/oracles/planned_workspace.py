@@ -15,12 +15,12 @@ from megatrain.optim.elementwise import AdamW
 
 
 def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: int, kept_parts: int = 1) -> int:
-    """Return the bytes outside of blocks in a step without kept graphs.
+    """Return the planned workspace of a step without kept graphs, in bytes.
 
     Args:
         graph: Model of the step.
         trace: Traced visits of the model.
-        num_micro_batches: Number of micro-batches that share a pass.
+        num_micro_batches: Number of micro-batches that each visit processes.
         kept_parts: Parts of the vocabulary whose logits are kept for the second pass of the head.
     """
     builder = ProgramBuilder(
@@ -37,7 +37,7 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
 
 
 def max_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
-    """Return the bytes outside of blocks in a single-process step that keeps all graphs before the head.
+    """Return the workspace in bytes of a single-process step that keeps the graphs of all visits before the head.
 
     Args:
         graph: Model of the step.

@@ -12,7 +12,7 @@ import torch
 from tiered import GenerationError, KiB, MiB, NvmeTier, RamTier, Tier, TieredStore
 from tiered.durable.manifest import newest_first, read_manifest
 
-#: Shape and dtype of each block, by name. The sizes need less than one file, one file, and several files.
+#: Shape and dtype of each block, by name. The blocks need less than one chunk file, exactly one, or several.
 BLOCKS = {
     "embedding": ((12_345,), torch.uint8),
     "layer.0/weight": ((30, 50), torch.float32),
@@ -26,7 +26,7 @@ Contents = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Locations of blocks and generations, below one folder."""
+    """Homes of blocks, and folders of drives and generations below a root folder."""
 
     name: str
     generations: str
@@ -54,7 +54,7 @@ class Layout:
         return TieredStore.open(path, self.tiers(root), generation, keep_generations=self.keep)
 
     def number(self, root: Path, generation: int | None = None) -> int:
-        """Return the run's number of a generation. Default: the current generation."""
+        """Return the number of the commit that made a generation. Default: the current generation."""
         number = read_manifest(root / self.generations, generation).meta["number"]
         assert isinstance(number, int)
         return number
@@ -73,9 +73,9 @@ class History:
     """Committed contents by commit number, and the commits known to be durable.
 
     Attributes:
-        begun: Largest number whose commit began.
+        begun: Number of the newest commit that began.
         waited: Numbers of the commits that the run waited for.
-        line: Last durable commit that a run made or resumed from, and its predecessors.
+        line: Numbers of the last durable commit that a run made or resumed from, and of its predecessors.
     """
 
     expected: dict[int, Contents] = field(default_factory=dict)
@@ -95,17 +95,17 @@ class History:
 
     @property
     def safe(self) -> int:
-        """Return the number that must not be lost, or 0."""
+        """Number of the newest commit that must not be lost, or 0."""
         return self.line[-1] if self.line else 0
 
     def kept(self, found: int, keep: int) -> list[int]:
-        """Return the numbers that must be complete if ``found`` is the current number."""
+        """Return the numbers of the commits that must be complete if commit ``found`` is the current one."""
         line = self.line if found in self.waited else [*self.line, found]
-        return line[-max(1, keep - 1) :]  # a commit frees space before it begins
+        return line[-max(1, keep - 1) :]  # a commit may first remove the oldest generation to free space
 
 
 class Trainer:
-    """Changes blocks and commits them like a training run. ``tell`` receives the events."""
+    """Changes blocks and commits them like a training run. ``tell`` is called with each event and commit number."""
 
     def __init__(self, store: TieredStore, history: History, tell: Callable[[str, int], None], start: int = 0) -> None:
         self.store, self.history, self._tell = store, history, tell
@@ -154,7 +154,10 @@ def same(found: Contents, expected: Contents) -> bool:
 
 
 def check_newest(root: Path, layout: Layout, history: History) -> int:
-    """Open the newest generation and return its number, or 0 if there is none, which is valid only at first."""
+    """Check the newest generation's contents, and return the number of its commit.
+
+    Return 0 if there is no generation, which is valid only before the first durable commit.
+    """
     if not newest_first(root / layout.generations):
         assert history.safe == 0, f"{history.safe} is lost"
         with pytest.raises(GenerationError):
@@ -169,7 +172,7 @@ def check_newest(root: Path, layout: Layout, history: History) -> int:
 
 
 def check_older(root: Path, layout: Layout, history: History, found: int) -> None:
-    """Assert that every existing generation has its contents, and that all kept generations exist."""
+    """Assert that every existing generation has its committed contents, and that no kept generation is missing."""
     path = root / layout.generations
     opened = []
     for generation in newest_first(path):

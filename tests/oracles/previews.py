@@ -1,4 +1,4 @@
-"""Previews of a config's data, as on the command line."""
+"""Previews and statistics of a config's data, as on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders with quantized weights and their decoded values, implemented from the formats' specifications."""
+"""Model folders with quantized weights, and the decoded values. The code follows the formats' specifications."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from oracles.families import tiny_config
 from oracles.tiered_run import QUICKSTART, write_tiny_model
 
-#: The 16 values of nf4 in its paper.
+#: The 16 values of NF4, from its paper.
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -28,7 +28,7 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1
 
 
 def fp8(weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return float8 values and block scales, by name ending, and the decoded values."""
+    """Quantize a weight to float8. Return values and block scales by name suffix, and the decoded weight."""
     rows, columns = weight.shape
     down, across = math.ceil(rows / block), math.ceil(columns / block)
     scales = torch.empty(down, across)
@@ -43,7 +43,7 @@ def fp8(weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def nf4(weight: Tensor, block: int = 64, *, nested: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tensors that bitsandbytes saves for a weight, and its decoded value."""
+    """Quantize a weight to NF4. Return the tensors that bitsandbytes saves, by name suffix, and the decoded weight."""
     flat = weight.reshape(-1)
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(dim=1)
@@ -70,7 +70,7 @@ def nf4(weight: Tensor, block: int = 64, *, nested: bool = False) -> tuple[dict[
 
 
 def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return blocks and scales of expert weights [E, C, R], by name ending, and the decoded values."""
+    """Quantize expert weights [E, C, R] to MXFP4. Return blocks and scales by name suffix, and the decoded weights."""
     rows = weight.transpose(-1, -2).reshape(*weight.shape[:-2], weight.shape[-1], -1, 32)
     exponents = torch.floor(torch.log2(rows.abs().amax(dim=-1) / 6)) + 1
     codes = (rows / torch.exp2(exponents)[..., None])[..., None].sub(FP4).abs().argmin(dim=-1)
@@ -80,7 +80,10 @@ def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def int4(weight: Tensor, group: int, *, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a weight [R, C] in compressed-tensors' pack-quantized format, and its decoded value."""
+    """Quantize a weight [R, C] to 4 bits, in compressed-tensors' pack-quantized format.
+
+    Return the tensors by name suffix, and the decoded weight.
+    """
     rows, columns = weight.shape
     groups = weight.reshape(rows, -1, group)
     low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
@@ -105,11 +108,11 @@ def _words(numbers: Tensor) -> Tensor:
 
 
 def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: dict[str, dict[str, Tensor]]) -> None:
-    """Copy a model's folder with some weights quantized.
+    """Copy a model folder, and replace some weights with quantized tensors.
 
     Args:
-        table: ``quantization_config``.
-        parts: Tensors of each quantized weight, by name ending.
+        table: ``quantization_config`` of the copy.
+        parts: Tensors of each quantized weight, by the weight's name and by name suffix.
     """
     tensors = load_file(plain / "model.safetensors")
     for name, quantized in parts.items():
@@ -133,11 +136,11 @@ class Method:
     """Quantization of a tiny model folder.
 
     Attributes:
-        table: ``quantization_config``.
-        quantize: Quantizes one weight.
-        ends: Name endings of the quantized weights.
+        table: ``quantization_config`` of the folder.
+        quantize: Function that quantizes one weight.
+        ends: Name suffixes of the weights to quantize.
         family: Model family in ``oracles.families``, or "" for the model of 0.82 M parameters.
-        values: Changed values of the model's configuration.
+        values: Values to replace in the model's configuration.
     """
 
     table: dict[str, object]
@@ -162,7 +165,7 @@ METHODS = {
     "nf4": Method(_NF4, nf4),
     "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
     "int4": Method(_int4_table(16, symmetric=False), lambda weight: int4(weight, 16)),
-    # As in gpt-oss, and as in Qwen's and DeepSeek's mixtures with separate experts.
+    # MXFP4 as in gpt-oss. NF4 and float8 as in mixtures whose experts are separate, such as Qwen's and DeepSeek's.
     "mxfp4": Method(
         {"quant_method": "mxfp4"},
         mxfp4,
@@ -185,7 +188,7 @@ METHODS = {
     "fp8 experts": Method(
         _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
     ),
-    # Only the experts, as in Kimi K2.
+    # Only the experts are quantized, as in Kimi K2.
     "int4 experts": Method(
         _int4_table(8, symmetric=True),
         lambda weight: int4(weight, 8, symmetric=True),
@@ -197,7 +200,7 @@ METHODS = {
 
 
 def quantized_pair(folder: Path, method: str) -> tuple[Path, Path]:
-    """Write a folder with quantized layers, and a plain folder with the decoded values."""
+    """Write a folder with quantized weights and a plain folder with the decoded values, and return both."""
     made, source = METHODS[method], folder / "source"
     if made.family:
         torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Rows of a source and their documents in RAM, without a config."""
+"""Reads, tokenizes and loads rows in RAM, without a config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_rows(
     kind: RowKind = CHATS,
     **keys: Any,
 ) -> Iterator[DataRow]:
-    """Yield the rows of a source with these keys of its table. Pass row errors to ``on_bad_row``, or raise them."""
+    """Yield a source's rows. ``keys`` are keys of its table. Row errors go to ``on_bad_row``, or are raised."""
     for row in read_source(DatasetConfig(path=path, **keys), source_files(path, name, split), kind):
         if not isinstance(row, RowError):
             yield row
@@ -49,7 +49,7 @@ def encode_rows(
     join_texts: bool = False,
     kind: RowKind = CHATS,
 ) -> TokenDataset:
-    """Tokenize rows of one kind with a config's options."""
+    """Tokenize rows of one kind, and return the dataset."""
     made = InMemoryWriter()
     each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, join_texts=join_texts))
     each.add_rows(rows)
@@ -58,7 +58,7 @@ def encode_rows(
 
 
 def loader_of(dataset: TokenDataset, shape: BatchShape, *, data_seed: int, **options: Any) -> BatchLoader:
-    """Return a loader of a dataset's rows. ``options`` go to the collator."""
+    """Return a loader for a dataset. ``options`` go to the collator."""
     return BatchLoader(EpochOrder(dataset, shape, data_seed), Collator(shape, **options))
 
 
@@ -73,5 +73,5 @@ def encode_row(encoder: RowEncoder, row: PlainRow) -> TokenizedRow:
 def to_row(
     value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow:
-    """Return the contents of a row of a file."""
+    """Parse a value from a file as a row. ``where`` is its location for error messages."""
     return read_row(value, where, format, columns, folder)[1]

@@ -1,4 +1,4 @@
-"""A run's state with only the values that a test sets."""
+"""Run states for tests that need only some of the values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatrain.checkpoint.state import RunState
 
 
 def make_state(**values: Any) -> RunState:
-    """Return a state with these values."""
+    """Return a run state with these values. All other values are zero, empty or None."""
     return RunState(
         **{
             **dict.fromkeys(("max_steps", "num_updates", "epoch", "epoch_step", "num_real_tokens"), 0),

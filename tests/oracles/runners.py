@@ -1,4 +1,4 @@
-"""Runners of a model's passes with keyword options."""
+"""Runners of a model's forward and backward, with keyword options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepLoss:
 
 
 class StepRunner(LayerRunner):
-    """Runner that reads the loss of each step, which synchronizes with the device."""
+    """Runner that waits for the device after each step and reads the loss."""
 
     def forward_backward(
         self,
@@ -35,7 +35,7 @@ class StepRunner(LayerRunner):
         num_items: int | None = None,
         seed: int = 0,
     ) -> StepLoss:
-        """Run forward and backward of all micro-batches. The access receives the gradients."""
+        """Run the forward and backward of all micro-batches. The block access receives the gradients."""
         queued = self.queue(micro_batches, num_items=num_items, seed=seed)
         return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
 

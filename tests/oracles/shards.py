@@ -1,4 +1,4 @@
-"""Shards of rows in every format that supports streaming."""
+"""Writes data shards in every format that supports streaming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_gz(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Write two frames per file, like programs that append."""
+    """Write two zstd frames per file, as programs that append to a file do."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd")
@@ -37,7 +37,7 @@ def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_parquet(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Write row groups of three rows, so that cursors fall before, into and after a group."""
+    """Write row groups of three rows, so that cursors point to the start, the inside and the end of a group."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Single steps of a run with access to the blocks between them, and non-finite gradients."""
+"""Single steps of a run, with access to the blocks between steps, and a way to make gradients non-finite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_STEPS = 4
 
 
 class Steps:
-    """An open trainer whose weights are loaded.
+    """Open trainer with loaded weights, which runs one step at a time.
 
     Attributes:
         engine: Engine that runs the steps.
@@ -36,14 +36,14 @@ class Steps:
         self.results: list[StepResult] = []
 
     def step(self, batch: int | None = None) -> StepResult:
-        """Run the next step on its own batch, or on the batch with another number."""
+        """Run the next step on its own batch, or on batch number ``batch``."""
         number = len(self.results)
         batches = self._batches[number if batch is None else batch]
         self.results.append(self.engine.step(batches, step_index=number, lr=1e-3))
         return self.results[-1]
 
     def contents(self) -> dict[str, Tensor]:
-        """Return the current contents of every block of weights and state."""
+        """Return the current contents of all blocks of weights and optimizer state, by key."""
         found = {}
         for key, block in self.trainer.plan.program.blocks.items():
             if block.kind in ("weights", "optimizer"):
@@ -53,14 +53,14 @@ class Steps:
         return found
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of every block of weights and state."""
+        """Return SHA-256 digests of all blocks of weights and optimizer state, by key."""
         blocks = {key: block.view(torch.uint8).numpy() for key, block in self.contents().items()}
         return {key: hashlib.sha256(block).hexdigest() for key, block in blocks.items()}
 
 
 @contextmanager
 def single_steps(folder: Path, text: str) -> Iterator[Steps]:
-    """Open the trainer of a config, which has batches for four steps."""
+    """Open a config's trainer, with batches for four steps."""
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
@@ -74,7 +74,7 @@ def single_steps(folder: Path, text: str) -> Iterator[Steps]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, glob: str = "*") -> None:
-    """Set one element of matching parameters' gradients to NaN, in every method of the accumulator."""
+    """Patch the gradient accumulator so that gradients of parameters that match ``glob`` contain NaN."""
 
     def spoil_argument(method: str, position: int) -> None:
         original = getattr(GradientAccumulator, method)

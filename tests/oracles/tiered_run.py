@@ -1,4 +1,4 @@
-"""A short run of the real engine with a real store: losses, final blocks, and moved bytes."""
+"""Short runs of the real engine with a real store, which record losses, final blocks and moved bytes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from oracles.traces import cached_traces
 from tiered import StoreStats
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-#: Table of a config that keeps all blocks on drives.
+#: Lines of ``[placement]`` that put all blocks on drives.
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 
 @dataclass
 class TieredRun:
-    """Results of a run: losses, norms, block digests, fp32 weights and averages by name, and traffic."""
+    """Results of a run: losses, gradient norms, block digests, fp32 weights and averages by name, and traffic."""
 
     plan: Plan
     losses: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class TieredRun:
     moved_outside: Mapping[str, int] = field(default_factory=dict)
 
     def assert_as_planned(self) -> None:
-        """Assert that traffic is as planned, no fetch was wasted, and no tier exceeded its capacity."""
+        """Assert that the traffic is as planned, that no fetch was wasted, and that no tier exceeded its capacity."""
         assert self.moved is not None
         moved = {link: stats.num_bytes + self.moved_outside.get(link, 0) for link, stats in self.moved.links.items()}
         assert moved == self.plan.placement.run_traffic_bytes(len(self.losses))
@@ -61,7 +61,7 @@ class TieredRun:
             assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes
 
     def assert_same(self, other: TieredRun) -> None:
-        """Assert that losses, norms and all blocks of weights and state are bit-identical in both runs."""
+        """Assert that losses, gradient norms, weights and optimizer state are bit-identical in both runs."""
         assert self.losses == other.losses and self.grad_norms == other.grad_norms
         assert self.digests == other.digests
 
@@ -76,13 +76,13 @@ def config_text(
     device: str = "cpu",
     **tables: str,
 ) -> str:
-    """Return a config of the 0.82 M model on a page of Moby Dick.
+    """Return a config that trains a model on text from Moby Dick.
 
     Args:
         nvme: Number of NVMe paths.
         rates: Rate of each path in GB/s.
-        gpu: Size of the GPU tier, which is emulated on a CPU.
-        tables: Lines to add to a table, or the size for ``ram``.
+        gpu: Size of the GPU tier, or "" for none. On the device "cpu", the tier is emulated.
+        tables: Lines to add to each table, by its name, or before all tables (``top``). ``ram`` is the size of RAM.
     """
     if gpu and device == "cpu":
         tables["advanced"] = f"emulate_gpu = true\n{tables.get('advanced', '')}"
@@ -133,7 +133,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 @contextmanager
 def force_passing(passes: bool) -> Iterator[None]:
-    """Force plans to stream the parts of the vocabulary one by one, or to hold all of them."""
+    """Make plans lease the parts of the vocabulary one by one, or hold all of them."""
 
     def attempts(*values: Any, **options: Any) -> Attempts:
         return replace(Attempts(*values, **options), passes_parts=passes)
@@ -143,7 +143,7 @@ def force_passing(passes: bool) -> Iterator[None]:
 
 
 def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
-    """Plan, train ``num_steps`` steps, and read every durable block back."""
+    """Plan a run, train ``num_steps`` steps, and read all durable blocks back."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.toml"
     path.write_text(text)
@@ -168,7 +168,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         engine.finish_updates()
         store.wait_idle()
         run.moved, run.moved_outside = store.stats() - before, engine.moved_bytes
-        running.end_steps()  # frees the memory of steps, which reading the weights may need, as in an export
+        running.end_steps()  # frees the steps' memory, because reading the weights may need it, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
                 home = plan.placement.homes[block.key]
@@ -196,7 +196,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 
 def write_tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write weights, config and tokenizer to a folder, and return it. ``changes`` replace config values."""
+    """Write random weights, config and tokenizer to a folder, and return it. ``changes`` replace config values."""
     torch.manual_seed(7)
     config = AutoConfig.from_pretrained(QUICKSTART, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

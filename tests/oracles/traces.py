@@ -1,10 +1,10 @@
-"""Cache of traces, because most plans in tests have the same model computation.
+"""Cache of traces. Most plans in tests trace the same model with the same arguments.
 
 A trace takes most of a tiny run's time. The cache key contains all inputs of a trace: the model's modules, their code,
 its config and layouts, the arguments, torch's state, and the engine's globals, which tests change. Tests of the trace
 itself call it directly; ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
 
-Unless a test has replaced code, names identify these inputs, and the processes of one pytest run share traces as files.
+Unless a test has replaced code, names identify these inputs, and the processes of a pytest run share traces as files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatrain.plan import traced
 
 #: Environment variable with the folder of shared traces, which ``conftest.py`` creates and removes.
 FOLDER = "KEPT_TRACES"
-#: Key -> trace and the globals whose addresses are in the key. These references prevent a reuse of the addresses.
+#: Trace by key, with the globals whose addresses are in the key. Holding the globals prevents a reuse of the addresses.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
 #: Packages whose globals affect traces.
 _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
@@ -87,7 +87,7 @@ def _kept(trace: Callable[..., VisitTrace], graph: ModelGraph, *args: Any, **opt
 
 
 def _shared(text: str, make: Callable[[], VisitTrace]) -> VisitTrace:
-    """Return the trace with this key text. Load it if another process has stored it."""
+    """Return the trace with this key text: load it if another process has stored it, otherwise make and store it."""
     if not os.environ.get(FOLDER):
         return make()
     path = Path(os.environ[FOLDER], hashlib.sha256(text.encode()).hexdigest())
@@ -131,7 +131,7 @@ def _written(value: Any) -> str:
 
 
 def _name_of(value: Any) -> str:
-    """Return the path of a function or class. Raises ``_ReplacedError`` if it has no path to itself."""
+    """Return the import path of a function or class. Raises ``_ReplacedError`` if the path leads to something else."""
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -141,7 +141,7 @@ def _name_of(value: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Return arguments as text, with complete tensors, which ``repr`` would shorten."""
+    """Return arguments as text. Tensors are written in full, because ``repr`` would shorten them."""
     text = repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype, tensor.tolist()), given))
     assert " at 0x" not in text, f"something else may be at an address later: {text}"
     return text
@@ -156,20 +156,20 @@ def _of_model(graph: ModelGraph) -> str:
 
 
 def _of_forwards(graph: ModelGraph) -> Iterator[Any]:
-    """Yield the forward functions of the model, which tests replace."""
+    """Yield the forward functions of the model's modules, because tests may replace them."""
     yield frozenset(type(module).forward for module in graph.model.modules())
     yield frozenset(module.__dict__["forward"] for module in graph.model.modules() if "forward" in module.__dict__)
 
 
 def _globals() -> Iterator[tuple[str, Any]]:
-    """Yield the globals of the engine's modules, by name; tests replace them."""
+    """Yield name and value of each global that affects traces, because tests may replace them."""
     for name in _modules():
         yield from sorted(vars(sys.modules[name]).items(), key=operator.itemgetter(0))  # imports add them in any order
 
 
 @functools.cache
 def _modules() -> Sequence[str]:
-    """Import all modules, so that all processes see the same modules."""
+    """Import all modules that affect traces, so that all processes see the same ones, and return their names."""
     names = [
         found.name for package in _CODE for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
@@ -184,4 +184,4 @@ def _of_torch() -> Iterator[Any]:
     yield torch.get_default_dtype()
     cuda: Any = torch.backends.cuda
     yield cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    yield torch.cuda.is_available  # tests replace it
+    yield torch.cuda.is_available  # tests may replace it

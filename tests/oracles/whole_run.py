@@ -22,7 +22,7 @@ class RunRecorder(RunObserver):
 
     Args:
         stop_after: Step after which the run stops, or None to run to the end.
-        stop_at: Evaluation set of that step after which the run stops, or "" to stop at the end of the step.
+        stop_at: Evaluation set after which the run stops in that step, or "" to stop at the end of the step.
     """
 
     def __init__(self, stop_after: int | None = None, stop_at: str = "") -> None:
@@ -53,7 +53,7 @@ class RunRecorder(RunObserver):
 
 @dataclass
 class WholeRun:
-    """A finished run."""
+    """A run that has ended, with its folder and reports."""
 
     folder: Path
     trainer: Trainer
@@ -62,37 +62,37 @@ class WholeRun:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the run."""
+        """Plan of the last start."""
         return self.trainer.plan
 
     @property
     def config(self) -> Any:
-        """Return the config of this start."""
+        """Config of the last start."""
         return self.trainer.config
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Return all lines of the log."""
+        """All lines of the log."""
         return [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Return (step, loss) of all steps in the log, including earlier starts."""
+        """``(step, loss)`` of all steps in the log, including those of earlier starts."""
         return [(line["step"], line["loss"]) for line in self.lines if "grad_norm" in line]
 
     @property
     def figures(self) -> list[tuple[float, float, dict[str, float]]]:
-        """Return loss, norm and preference metrics of each step of this start."""
+        """Loss, gradient norm and preference metrics of each step since the last start."""
         return [(step.loss, step.grad_norm, dict(step.preferences)) for step in self.told.steps]
 
     @property
     def weights(self) -> bytes:
-        """Return the exported weights."""
+        """Bytes of the file with the exported weights."""
         return (self.folder / "out/final/model.safetensors").read_bytes()
 
     @property
     def state(self) -> dict[str, tuple[str, ...]]:
-        """Return checksums of every block of the last checkpoint."""
+        """Checksums of each block in the last checkpoint, by key."""
         return {block.key: block.xxh3_64 for block in read_manifest(self.folder / "out/checkpoints").blocks}
 
     def assert_same(self, other: WholeRun) -> None:
