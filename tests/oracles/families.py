@@ -286,7 +286,7 @@ def tiny_image_text_config(model_type: str) -> Any:
     default = CONFIG_MAPPING[model_type]()
     config = CONFIG_MAPPING[model_type](**_shrunk(default))
     if model_type.endswith(("_omni_moe_thinker", "_omni_thinker")):
-        config.vision_start_token_id = VOCAB - 2  # only published configs set this token
+        config.vision_start_token_id = VOCAB - 2  # only published configs set this token, not the default one
     config.architectures = [image_text_class(model_type).__name__]
     return config
 

@@ -84,7 +84,7 @@ class History:
     line: list[int] = field(default_factory=list)
 
     def tell(self, what: str, number: int) -> None:
-        """Record an event of a commit: ``freeze``, ``frozen`` or ``waited``; or ``back`` after a resume."""
+        """Record an event: ``freeze``, ``frozen`` or ``waited`` in a commit, or ``back`` after a resume."""
         if what == "freeze":
             self.begun = number
         elif what == "waited":

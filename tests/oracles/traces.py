@@ -1,8 +1,8 @@
 """Cache of traces. Most plans in tests trace the same model with the same arguments.
 
 A trace takes most of a tiny run's time. The cache key contains all inputs of a trace: the model's modules, their code,
-its config and layouts, the arguments, torch's state, and the engine's globals, which tests change. Tests of the trace
-itself call it directly; ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
+its config and layouts, the arguments, torch's state, and the engine's globals. Tests of the trace itself call it
+directly; ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
 
 Unless a test has replaced code, names identify these inputs, and the processes of a pytest run share traces as files.
 """

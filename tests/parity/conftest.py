@@ -1,4 +1,4 @@
-"""The in-repo 0.82 M model with fixed random weights, written once."""
+"""Fixture that writes the repository's 0.82 M parameter model with fixed random weights, once per session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host updates while a device computes: they run during other layers' work, and no layer starts before its update."""
+"""Host updates overlap with other layers' computation on a device, and no layer starts before its own update ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain.engine.tape.updates import Updater
 from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3
-#: All layers but the last are updated on the host, and fetched for their forward.
+#: All layers except the last are updated on the host and fetched for their forward.
 TABLES = {"gpu": "5MiB", "nvme": 0}
 
 
@@ -27,11 +27,11 @@ def run(folder: Path, model: Path, **tables: Any) -> TieredRun:
 
 
 class Beside:
-    """Delays each update of a middle layer until the model has the weights of another one, then a moment more.
+    """Delays each update of a middle layer until the model leases another unit's weights, and then for 20 ms more.
 
     Attributes:
-        went_on: for each delayed update, whether the model continued meanwhile.
-        threads: that made updates on the host.
+        went_on: Whether the model continued meanwhile, for each delayed update.
+        threads: Names of the threads that ran updates on the host.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ class Beside:
             self._leased.clear()
 
         def run_last(access: StoreAccess, *args: Any) -> None:
-            self._leased.set()  # no layer runs while these do
+            self._leased.set()  # no layer runs during these updates
             run_updates(access, *args)
 
         monkeypatch.setattr(Updater, "update", held_back)

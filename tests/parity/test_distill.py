@@ -1,4 +1,4 @@
-"""Training on a teacher's scores: loss and gradients of plain torch, the same bits at every placement and resumed."""
+"""Training on a teacher's scores: loss and gradients match plain torch, and a resumed run has the same losses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 
 def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_words: int = VOCAB) -> tuple[Tensor, ...]:
-    """Return a random teacher's vocabulary entries, their log-probabilities, and the log-probability of the rest."""
+    """Return a random teacher's top entries, their log-probabilities, and the log-probability of all other entries."""
     logits = 3 * torch.randn(*shape, num_words, generator=torch.Generator().manual_seed(seed))
     log_probs = (logits / temperature).log_softmax(-1)
     top = log_probs.topk(K)
@@ -60,7 +60,7 @@ def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_word
 
 
 def plain_loss(logits: Tensor, labels: Tensor, teacher: tuple[Tensor, ...], spec: Distillation) -> Tensor:
-    """Return the summed loss of rows as docs/teachers.md defines it, by plain torch in double precision."""
+    """Return the loss summed over rows, as docs/teachers.md defines it, in plain torch and double precision."""
     ids, log_p, log_rest = teacher[0].long(), teacher[1].double(), teacher[2].double()
     student = (logits.double() / spec.temperature).log_softmax(-1)
     of_top = student.gather(-1, ids)
@@ -97,7 +97,7 @@ def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, tempe
 
 
 def test_all_words_of_the_teacher_and_none_of_its_mass_outside() -> None:
-    """The teacher names every vocabulary entry: the bucket of the rest is empty, and no result is NaN."""
+    """If the teacher names every vocabulary entry, the bucket for the rest is empty, and no result is NaN."""
     logits = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
     teacher = teacher_of((4,), 1.0, num_words=K)
     assert torch.isneginf(teacher[2]).all()
@@ -123,7 +123,7 @@ def with_teacher(batches: Sequence[Mapping[str, Tensor]], temperature: float) ->
     [
         ("llama", {"head_columns": 16}),
         ("llama", {"head_columns": 16, "is_part_major": True}),
-        ("gemma2", {"head_columns": 16}),  # caps its logits; its head is the embedding
+        ("gemma2", {"head_columns": 16}),  # caps its logits, and its head uses the embedding's weight
         ("gpt2", {"head_columns": 0}),
         ("mixtral", {"head_columns": 16}),
     ],
@@ -172,7 +172,7 @@ def test_every_gradient_matches_plain_torch(family: str, options: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def scores(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return scores of the text that the runs train on, in both forms."""
+    """Score the text that the runs train on, in both file formats, and return the folder of the scores."""
     folder = tmp_path_factory.mktemp("scores")
     path = folder / "score.toml"
     path.write_text(distill_text(folder, tiny_model, None))
@@ -201,7 +201,7 @@ def test_plan_includes_the_teacher_scores(
     without = plan_run(plan.run)
     room = plan.placement.workspace_bytes["ram"] - without.placement.workspace_bytes["ram"]
     assert room == round_up(nbytes, PAGE_BYTES)
-    # A teacher's scores come with the rows and use no link; the loss has more operations on every logit.
+    # The teacher's scores arrive with the rows and use no link. The loss needs more operations per logit.
     path.write_text(config_text(tmp_path, tiny_model))
     plain = plan_run(resolve(load_config(path).config))
     predicted = [estimate_step(each, each.shape, LoadedProfile(make_machine(tmp_path))) for each in (plan, plain)]
@@ -223,7 +223,7 @@ def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path,
     assert [*first, *rest] == whole
     with pytest.raises(ConfigChangedError, match="top_k"):
         train(tmp_path / "b", "training.max_steps=7", "distill.top_k=3")
-    # The other form of the same scores, and fewer of the teacher's vocabulary entries.
+    # With fewer of the teacher's vocabulary entries, the loss is different.
     assert train(tmp_path / "c", "training.max_steps=1", "distill.top_k=3")[0] != whole[0]
 
 

@@ -1,4 +1,4 @@
-"""An evaluation gives Hugging Face's loss, changes no bit of training, and moves exactly the planned bytes."""
+"""An evaluation gives Hugging Face's loss, changes no bit of the training, and moves exactly the planned bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "mixed": {"placement": 'optimizer = ["nvme"]'},
 }
 NUM_STEPS = 5
-#: Three steps, an evaluation, two steps, an evaluation; one before all of them.
+#: Evaluations before the first step, after the third step and after the fifth (last) step.
 EVALUATION = "eval_steps = 3\neval_on_start = true"
 
 
@@ -195,7 +195,7 @@ def test_evaluations_change_no_bit_and_read_every_weight_from_drives(
     assert sum(n for link, n in count_pass_traffic(run.plan, 1).items() if link.startswith("nvme->")) >= weights
 
 
-#: Three rows of each set, two of them in a micro-batch.
+#: Generate samples for three rows of each set, with two rows per micro-batch.
 SAMPLES = EVALUATION + "\npredict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5"
 
 
@@ -224,7 +224,7 @@ def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: Whole
         assert [sample.generated for sample in metrics.samples] == expected
         assert [sample.reference for sample in metrics.samples] == tokenizer.batch_decode(answers)
         assert [sample.prompt for sample in metrics.samples] == tokenizer.batch_decode(prompts)
-    # The log has them, and so do its readers: the report, its page, and a resumed run.
+    # The log contains the samples, and so does everything that reads it: a resumed run, the report and its page.
     found = last_evaluations(sampled.folder / "out/metrics.jsonl", NUM_STEPS)
     assert found["held_out"].samples == sampled.told.evaluations[-2].samples
     history = read_history(sampled.folder / "out")
@@ -241,7 +241,7 @@ def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: WholeRun) -> 
         opened.load()
         store, activity = opened.store, Activity()
         before = set(store), store.stats().tiers["ram"].used_bytes
-        answers = iter([False, False, True])  # after the second of five passes
+        answers = iter([False, False, True])  # stops after the second of five passes
         stopped = sampler.generate_samples("held_out", store, activity, lambda: next(answers))
         assert stopped == [] and before == (set(store), store.stats().tiers["ram"].used_bytes)
         whole = sampler.generate_samples("held_out", store, activity, lambda: False)
@@ -250,21 +250,21 @@ def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: WholeRun) -> 
 
 
 AVERAGED = {"optimizer": "ema_decay = 0.5", "precision": 'compute_dtype = "bfloat16"'}
-#: The weights and their averages, with samples; the best average is the model of the run.
+#: ``BOTH`` evaluates weights and averages, with one sample per set. The best average is the model that the run exports.
 ONE_SAMPLE = "predict_with_generate = true\nmax_predict_samples = 1\nmax_new_tokens = 2"
 BOTH = f'eval_steps = 3\n{ONE_SAMPLE}\nweights = "both"\nmetric_for_best_model = "held_out_average_loss"'
 
 
 @pytest.fixture(scope="module")
 def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
-    """Evaluations of the raw weights, of a run that keeps averages."""
+    """Return a run that keeps averages but evaluates only its trained weights."""
     return train(tmp_path_factory.mktemp("averaged"), tiny_model, {**PLACEMENTS["RAM"], **AVERAGED})
 
 
 def test_averages_are_evaluated_as_their_export_is(
     tiny_model: Path, tmp_path: Path, averaged: WholeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers embeddings, the head and layers in parts: weights are one block, and their averages several."""
+    """Covers layouts that are cut into parts, including layers with one block of weights but several of averages."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     tables = {**PLACEMENTS["NVMe"], **AVERAGED}
     run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
@@ -276,7 +276,7 @@ def test_averages_are_evaluated_as_their_export_is(
     trained, average = run.told.evaluations[-4], run.told.evaluations[-2]
     assert trained.loss != average.loss and len(average.samples) == 1
 
-    # The run exports the average of the best step, here the last one: a model like any other.
+    # The run exports the average of the best step, which is the last one. The export is an ordinary model.
     final = tmp_path / "w/out/final"
     assert json.loads((final / "export.json").read_text())["ema"] and run.weights == exported(run, tmp_path / "again")
     once = f"eval_on_start = true\n{ONE_SAMPLE}"
@@ -293,7 +293,7 @@ def exported(run: WholeRun, folder: Path) -> bytes:
 
 
 def test_averages_that_do_not_fit_are_refused(averaged: WholeRun) -> None:
-    """The refusal states the size that would suffice."""
+    """The error states a size that suffices."""
     plan = averaged.plan
 
     def with_ram(nbytes: int) -> Plan:
@@ -328,7 +328,7 @@ def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Whol
 
 
 def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) -> None:
-    """This holds from any step: a checkpoint in between restarts the schedule."""
+    """This must hold from any step, because a checkpoint in between restarts the schedule."""
     unused: Any = None
     evaluator = Evaluator(
         resolve_evaluation(in_ram.config),
@@ -346,7 +346,7 @@ def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) ->
 
 
 def test_resumed_run_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
-    """The run stops at a step with a due evaluation, after an evaluation that is lost with its step, and once more."""
+    """The run stops before a due evaluation, then one step later. Its log has an evaluation of a step that was lost."""
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
     assert [line[0] for line in logged(stopped)] == [0, 0]
     train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=4)

@@ -1,4 +1,4 @@
-"""The scheme works for every causal language model of transformers, or reports why not."""
+"""The streamed step works for every causal language model in transformers, or is refused with a reason."""
 
 from __future__ import annotations
 

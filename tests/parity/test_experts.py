@@ -1,4 +1,4 @@
-"""Experts in parts: if a layer's fused experts exceed a part, each unit has some of them."""
+"""Split experts: a layer's fused experts that exceed a part are divided among several units."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OTHER_FAMILIES = ("mixtral", "deepseek_v3", "qwen3_next")
 
 @pytest.fixture(autouse=True)
 def single_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cut the experts of the tiny models into single ones: each is a part."""
+    """Split the fused experts of the tiny models, so that each expert is a separate unit."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def _parts(graph: ModelGraph) -> list[ExpertsPart]:
 
 
 def _assert_only_experts_stayed(moved: Mapping[str, int], planned: Mapping[str, int], program: StepProgram) -> None:
-    """Assert that the missing traffic is whole blocks of experts."""
+    """Assert that no link moved more than planned, and that the difference is whole blocks of experts."""
     of_experts = math.gcd(*(block.nbytes for key, block in program.blocks.items() if ".experts." in key))
     for link, nbytes in moved.items():
         assert 0 <= nbytes <= planned[link] and (planned[link] - nbytes) % of_experts == 0, (link, moved, planned)
@@ -126,7 +126,7 @@ def test_every_family_with_fused_experts(model_type: str) -> None:
 
 
 def write_mixture(folder: Path, model_type: str = "qwen3_moe", **others: int) -> Path:
-    """Write a mixture of 8 experts, with the tokenizer of the quickstart."""
+    """Write a model with 8 experts per layer and the quickstart's tokenizer, and return its folder."""
     words = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     values = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
     values |= {
@@ -142,7 +142,7 @@ def write_mixture(folder: Path, model_type: str = "qwen3_moe", **others: int) ->
 
 
 def split_config(*args: Any, **tables: Any) -> str:
-    """Return a config whose experts are cut."""
+    """Return a config with ``split_experts = true``."""
     return config_text(*args, **tables).replace("[data]\n", "split_experts = true\n[data]\n", 1)
 
 
@@ -157,14 +157,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small mixture of experts, with the tokenizer of the quickstart."""
+    """Return the folder of a small mixture-of-experts model with the quickstart's tokenizer."""
     return write_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
-    """Exceptions: tensors that a cut layer saves between its modules, and blocks rounded up to pages one by one.
+    """Exceptions are tensors that a split layer saves between its units, and the rounding of each block to pages.
 
-    The family's attention returns its weights, [rows, heads, S, S], which no code reads.
+    This family's attention also returns its attention weights, [rows, heads, S, S], which no code reads.
     """
     model = write_mixture(tmp_path / "model", "gpt_oss")
     plans: dict[bool, Plan] = {}
@@ -197,14 +197,14 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         num_blocks = len(plans[True].program.blocks)
         more = saved - saved_whole + workspace - workspace_whole + num_blocks * PAGE_BYTES
         assert 0.9 * (whole + more) < split <= whole + more, (changes, split, whole, outside, num_blocks)
-        # That is some rows of hidden states, in fp32 at most.
+        # The additional tensors between units are at most four times as large as the hidden states in fp32.
         width_bytes = 4 * plans[True].graph.config.hidden_size * plans[True].trace.num_tokens
         assert 0 <= held - held_whole <= 4 * width_bytes
-        assert 0 < saved - saved_whole <= 2 * 4 * plans[True].run.batch.num_micro_batches * width_bytes  # of 2 layers
+        assert 0 < saved - saved_whole <= 2 * 4 * plans[True].run.batch.num_micro_batches * width_bytes  # in 2 layers
 
 
 def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
-    """It states the tier's need then; it is absent if the experts are cut already, or cannot be."""
+    """The remedy ``split_experts`` states the size that it needs. It is absent if splitting is on or unsupported."""
     model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
     (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
 
@@ -226,13 +226,13 @@ def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
     assert remedy.change not in str(refused(on))
     config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={remedy.need_bytes}B"]).config
     plan_run(resolve(config))
-    # If gradients take the space: cut layers have no norm for per-layer clipping.
+    # Remedies if gradients need the memory. Split layers cannot use per-layer clipping.
     for changes, change in (((), 'max_grad_norm = 0, or optimizer.clip_scope = "layer"'), ((on,), "max_grad_norm = 0")):
         assert f"optimizer.{change}" in [each.change for each in refused(*changes, name="ram.toml").remedies]
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
-    """Return the bytes of all saved inputs, of the workspace, and of a micro-batch's tensors between visits."""
+    """Return the bytes of all saved inputs, of the workspace, and of a micro-batch's tensors between two visits."""
     trace, num_micro_batches = plan.trace, plan.run.batch.num_micro_batches
     saved = sum(
         torch.Size(shape).numel() * dtype.itemsize
@@ -245,7 +245,7 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
 
 
 def _train(folder: Path, model: Path, stop_after: int | None = None, **tables: Any) -> Path:
-    """Train four steps, or the first few of them; return ``output_dir``."""
+    """Train four steps, or stop after ``stop_after`` of them, and return ``output_dir``."""
     text = split_config(folder, model, **tables).replace("[training]\n", "[training]\nmax_steps = 4\n", 1)
     train_whole(folder, text + '[checkpoint]\nmin_free_disk = "0MiB"\n', stop_after=stop_after)
     return folder / "out"
@@ -265,7 +265,7 @@ def test_a_checkpoint_is_continued_and_exported(mixture: Path, tmp_path: Path, m
     exported = export_checkpoint(continued, tmp_path / "exported")
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(exported / "model.safetensors").items())
 
-    # A checkpoint of a run with whole layers is not resumed in parts.
+    # A checkpoint with whole layers cannot be resumed with split experts.
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1 << 24)
     _train(tmp_path / "whole", mixture, stop_after=2, nvme=0, precision=bf16)
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
@@ -293,7 +293,7 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["nf4 experts", "mxfp4", "fp8 experts"])
 def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks have the packed bytes of their experts, at every placement, and together all of them."""
+    """At every placement, a block has the packed bytes of its experts, and all blocks together have all experts."""
     model, _ = quantized_pair(tmp_path, method)
     runs: dict[str, TieredRun] = {}
     for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
@@ -310,7 +310,7 @@ def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: py
     assert len(packed["ram"]) > len(packed["whole"]) == 2
     of_experts = [block.nbytes for block in packed["ram"] if ".experts." in block.key]
     whole = sum(block.nbytes for block in packed["whole"])
-    # The unpacked tensors of such a layer, norms and attention, are in separate blocks now.
+    # With split experts, the layer's other tensors (norms and attention) are in separate blocks.
     assert whole / 4 < sum(of_experts) <= whole, [(b.key, b.nbytes) for b in packed["ram"]]
     assert len(of_experts) >= 4 and whole / 32 < min(of_experts) <= max(of_experts) < whole / 8, (of_experts, whole)
 
@@ -355,7 +355,7 @@ tiers.ram.size = "64MiB"
     scorer, summary, rows = score("placed", *SCORED[place])
     assert _parts(scorer.plan.graph) and repr(rows) == repr(in_ram)
     assert "folder" in scorer.plan.placement.homes.values()
-    # Experts without tokens in a pass are not fetched: the plan is an upper bound.
+    # Experts without tokens in a pass are not fetched, so the plan is an upper bound.
     _assert_only_experts_stayed(summary.link_bytes, summary.planned_bytes, scorer.plan.program)
     assert summary.link_bytes["folder->ram"] > 0
     for tier, budget in scorer.plan.budgets.items():
@@ -381,7 +381,7 @@ PREFERENCES = EXAMPLES / "quickstart/preferences.jsonl"
 
 
 def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path: Path) -> None:
-    """It differs from the reference of whole layers, whose sums have other bits."""
+    """The cached reference of whole layers is not reused, because split experts round sums differently."""
 
     def run(name: str, *, is_split: bool) -> tuple[list[float], list[str]]:
         folder = tmp_path / name
@@ -401,7 +401,7 @@ def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path:
 
 
 def test_completions_match_transformers(mixture: Path) -> None:
-    """Both the weights and the cache are in parts."""
+    """Both the weights and the key-value cache are in parts."""
     values: dict[str, Any] = {
         "model": {"model_name_or_path": str(mixture), "split_experts": True},
         "device": "cpu",
@@ -413,7 +413,7 @@ def test_completions_match_transformers(mixture: Path) -> None:
     generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], GenerationSettings(5, 0.0, 7))
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
-    # Two tokens do not reach all experts: the plan is an upper bound.
+    # Two tokens do not reach all experts, so the plan is an upper bound.
     _assert_only_experts_stayed(generator.moved_bytes, generator.planned_bytes, generator.plan.plan.program)
     planned = generator.planned_bytes["folder->ram"]
     assert planned / 2 < generator.moved_bytes["folder->ram"] < planned
@@ -453,7 +453,7 @@ def test_ranks_match_one_process_bitwise(mixture: Path, tmp_path: Path) -> None:
 
 
 def test_experts_without_tokens_do_not_move(mixture: Path, tmp_path: Path) -> None:
-    """Few tokens reach few experts: less moves than planned, and no bit depends on it."""
+    """A few tokens reach only a few experts, so less moves than planned. The results have the same bits."""
 
     def run(name: str, lora: str = "", **options: Any) -> TieredRun:
         folder = tmp_path / name.replace(" ", "_")
@@ -492,6 +492,6 @@ def test_idle_experts_are_not_leased() -> None:
         runner = layer_runner(graph, access, device="cpu", kept=kept)
         loss = runner.forward_backward([batch], seed=SEED)
         assert_same_gradients(expected, loss.loss, joined(graph, access.finish()))
-    # Three tokens reach at most three of a layer's eight experts: forward and backward, twice.
+    # Three tokens reach one to three of a layer's eight experts. Both steps have a forward and a backward.
     num_visits = 2 * 2 * len(_parts(graph))
     assert num_visits * 5 // 8 <= len(access.skipped) <= num_visits * 7 // 8

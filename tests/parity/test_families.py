@@ -1,4 +1,4 @@
-"""Loss and every gradient of the streamed step equal plain Hugging Face, for every family."""
+"""Loss and every gradient of the streamed step equal those of plain Hugging Face, for every family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
 TIED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "granite", "cohere2", "smollm3")
-#: Families whose fp32 gradients are further from fp64, in Hugging Face and here alike (2.9e-5 of the largest).
+#: Tolerance of families with large rounding errors in fp32 gradients, in Hugging Face too (2.9e-5 of the largest).
 NOISY = {"gemma4_text": 5e-5}
 
 
@@ -48,7 +48,7 @@ def assert_equal(
 ) -> None:
     assert loss.loss == pytest.approx(expected.loss, rel=min(1e-6, tolerance) if tolerance < 1e-4 else 1e-3)
     assert set(gradients) == set(expected.gradients)
-    # A key bias has no effect on the loss: its gradient is rounding noise of the size of eps times the others.
+    # A key bias has no effect on the loss, so its gradient is only rounding noise from the other gradients.
     noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     for name, gradient in expected.gradients.items():
         error = (gradients[name] - gradient).abs().max()
@@ -58,7 +58,7 @@ def assert_equal(
 def compare(
     config: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, tolerance: float = 1e-5, **options: Any
 ) -> StepRunner:
-    """Compare both orders with Hugging Face and with each other, the latter bit for bit."""
+    """Compare the layer order with Hugging Face, and the micro-batch order with the layer order bit for bit."""
     model = build_model(config, freeze=options.get("freeze", ()))
     expected = train_step(model, batches, SEED)
     loss, gradients, runner = streamed(config, model, batches, **options)
@@ -126,7 +126,7 @@ def test_packed_documents() -> None:
 def test_bfloat16() -> None:
     config = tiny_config("llama", tied=False)
     model = build_model(config, torch.bfloat16)
-    batches = padded_batches()[:1]  # Hugging Face adds micro-batches in bf16, the engine in fp32
+    batches = padded_batches()[:1]  # Hugging Face adds micro-batches in bf16, but the engine adds them in fp32
     expected = train_step(model, batches, SEED)
     loss, gradients, _ = streamed(config, model, batches, dtype=torch.bfloat16)
     assert_equal(expected, loss, {n: g.to(torch.bfloat16) for n, g in gradients.items()}, tolerance=2e-2)

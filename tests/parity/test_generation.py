@@ -1,4 +1,4 @@
-"""Prompts continued from tiers: the tokens of transformers' generate, the planned traffic, clear errors."""
+"""Generation from tiers: the same tokens as transformers' ``generate``, the planned traffic, and clear errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 
 def tables(ram: str, drive: Path | None = None, **more: Any) -> dict[str, Any]:
-    """Return tables of a config: two prompts in a micro-batch, four together."""
+    """Return config tables for two prompts per micro-batch and four prompts per pass."""
     nvme = [] if drive is None else [{"path": drive, "size": "64MiB"}]
     placement = {} if drive is None else {"placement": {"activations": ["nvme"], "weights": ["folder"]}}
     return {
@@ -50,7 +50,7 @@ def tables(ram: str, drive: Path | None = None, **more: Any) -> dict[str, Any]:
 
 
 def plain(folder: Path, prompts: list[str], temperature: float, seed: int) -> list[list[int]]:
-    """Return transformers' tokens for prompts, two at a time."""
+    """Return the new tokens that transformers generates for each prompt, two prompts at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -92,7 +92,7 @@ def test_tokens_match_transformers_for_any_cache_placement(
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_continues_as_transformers_does(family: str) -> None:
-    """Sliding windows, linear attention, shared caches: the cache is kept in blocks, or the model is refused."""
+    """Blocks hold every kind of cache. A model is refused only if transformers cannot generate with its cache."""
     config = tiny_config(family)
     config.get_text_config(decoder=True).attention_dropout = 0.5  # off in eval mode
     model = build_model(config).eval()
@@ -125,7 +125,7 @@ def test_every_family_continues_as_transformers_does(family: str) -> None:
 
 
 class InMemory:
-    """Weights and cache buffers in memory."""
+    """Block access with weights and cache buffers in memory."""
 
     def __init__(self, weights: dict[str, torch.Tensor], nbytes: dict[int, int]) -> None:
         self._weights, self._nbytes = weights, nbytes
@@ -194,7 +194,7 @@ def test_command(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path) -> None:
-    """The config of `init`, a step in tokens, and packing have no effect on prompts."""
+    """In a training config, packing and a batch size in tokens have no effect on generation."""
     config = tmp_path / "run.toml"
     config.write_text(
         f'task = "sft"\noutput_dir = "out"\ndevice = "cpu"\n[model]\nmodel_name_or_path = "{tiny_model}"\n'

@@ -1,7 +1,7 @@
-"""GPU memory as a home of blocks, replaced by a second part of RAM: three tiers, layers run in the fastest one.
+"""GPU memory as a home of blocks, emulated in RAM: runs have three tiers, and layers run in the fastest one.
 
-Copies in and out of the compute tier, two-hop routes to files, updates where groups live and the planned traffic match
-a GPU run; only the device is missing. The numbers must equal a run in RAM.
+Only the device is missing. Copies to and from the compute tier, two-hop routes to files, the tiers of updates and the
+planned traffic are as in a GPU run. Results must be bit-identical to a run in RAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiered import MiB
 
 NUM_STEPS = 3
 ALL_RAM = ALL_NVME.replace("nvme", "ram")
-#: No setting needs the global norm: a group is updated as soon as its gradient is complete.
+#: Nothing needs the global norm, so a group is updated as soon as its gradient is complete.
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
 SIZES = ("barely", "6MiB", "8MiB", "10MiB", "13MiB", "16MiB", "20MiB", "64MiB")
 
@@ -35,7 +35,7 @@ def given(text: str, freeze: str) -> str:
 
 
 def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any) -> TieredRun:
-    """Run with a GPU tier of some size; "barely": the smallest that the planner accepts."""
+    """Run with a GPU tier of the given size. "barely" means the smallest size that the planner accepts."""
     folder.mkdir(exist_ok=True)
     size = "4KiB" if gpu == "barely" else gpu
     for _ in range(8):
@@ -52,14 +52,14 @@ def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any)
 
 
 def groups_on_gpu(result: TieredRun) -> tuple[int, int]:
-    """Return the number of groups updated in the GPU tier, and the number of all groups."""
+    """Return the number of groups that are updated in the GPU tier, and the number of all groups."""
     updates = [tick for tick in result.plan.program.ticks if tick.phase == "update"]
     return len(result.plan.updates.gpu_memory_ticks), len(updates)
 
 
 @pytest.fixture(scope="module")
 def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    """Return runs with everything in RAM, by their tables; each is made once."""
+    """Return a function that trains with everything in RAM and the given tables, and caches the results."""
     known: dict[str, TieredRun] = {}
 
     def find(model: Path = tiny_model, freeze: str = "", **tables: str) -> TieredRun:
@@ -162,7 +162,7 @@ def test_requested_homes_are_used(placement: str, tiny_model: Path, tmp_path: Pa
 
 
 def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
-    """Neither tier could hold the blocks alone, and there is no drive."""
+    """Neither tier can hold the blocks alone, and there is no drive."""
     blocks = baseline().plan.program.blocks.values()
     assert 12 * MiB < sum(block.nbytes for block in blocks) < 20 * MiB
     with pytest.raises(DoesNotFitError):
@@ -174,7 +174,7 @@ def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline:
 
 @pytest.mark.slow
 def test_more_gpu_memory_never_moves_more(tiny_model: Path, tmp_path: Path) -> None:
-    """At the tightest sizes one percent is allowed: a block at home there takes space from copies."""
+    """One percent more is allowed, because a block whose home is GPU memory takes space from copies."""
     moved = []
     for size in range(6, 24):
         (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, gpu=f"{size}MiB"))

@@ -1,4 +1,4 @@
-"""Updates during the backward: gradients share a few blocks in turns; layers are checked and clipped one by one."""
+"""Updates during the backward: gradients share a few blocks in turns, and layers are checked and clipped one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from oracles.tiered_run import (
 )
 
 NO_CLIPPING = "max_grad_norm = 0"
-#: The same numbers with every gradient held to the end of the step, so that a whole step could be skipped.
+#: Gives the same results, but holds every gradient until the end of the step, so that a whole step can be skipped.
 HELD = 'max_grad_norm = 0\nnonfinite = "skip"'
 PER_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
 NUM_STEPS = 3
@@ -44,7 +44,7 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope="module")
 def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The small model, the same with an untied head, and one whose attention blocks are used in three places."""
+    """Return folders of models: the tiny one, one with an untied head, and one that uses a block in three places."""
     untied = write_tiny_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
     zamba = tmp_path_factory.mktemp("zamba2")
     torch.manual_seed(7)
@@ -64,7 +64,7 @@ def text_of(folder: Path, model: Path, *, freeze: str = "", **tables: Any) -> st
 
 @pytest.fixture(scope="module")
 def baseline(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TieredRun]:
-    """Return runs with everything in RAM, by their model and tables; each is made once."""
+    """Return a function that trains a model with everything in RAM and the given tables, and caches the results."""
     known: dict[str, TieredRun] = {}
 
     def find(model: str, **tables: str) -> TieredRun:
@@ -82,7 +82,7 @@ def gradient_bytes(program: StepProgram) -> int:
 
 
 MICRO_BATCHES = 'micro_batch_order = "micro_batch"'
-#: (model, tables that set the numbers, tables that set the placement)
+#: (model, tables that affect the results, tables that affect only the placement)
 CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "tied, micro-batch-major": ("tied", {}, {"advanced": MICRO_BATCHES}),
     "untied, on NVMe": ("untied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
@@ -116,7 +116,7 @@ def test_gradients_that_take_turns_give_the_bits_of_gradients_that_are_held(
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_clipping_by_layer_is_pytorch_clipping_each_unit(model: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """Plain PyTorch calls clip_grad_norm_ once per unit; half of the units exceed the limits."""
+    """The plain loop calls ``clip_grad_norm_`` once per unit. Clipping by the global norm gives other weights."""
     text = text_of(tmp_path, models[model], optimizer=PER_LAYER)
     ours = run_config(text, tmp_path, num_steps=8)
     config = load_config(tmp_path / "run.toml").config
@@ -165,7 +165,7 @@ LEAST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", LEAST)
 def test_run_fits_its_minimum_memory(case: str, tmp_path: Path) -> None:
-    """Loading, steps, a checkpoint and the export: a layer's fp32 copy cannot use space of gradients."""
+    """Covers loading, steps, a checkpoint and the export. A layer's fp32 copy cannot use the gradients' memory."""
     wide = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, vocab_size=4096)
     path = tmp_path / "run.toml"
 
@@ -239,7 +239,7 @@ def test_stop_per_layer_skips_all_later_updates(
 
 
 def test_nonfinite_loss_changes_no_state(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearly every step that is not finite is of this kind: all gradients are NaN, the first one before any update."""
+    """This is the usual kind of non-finite step: all gradients are NaN, and the first is found before any update."""
     with steps(tmp_path / "a", tiny_model, NO_CLIPPING) as run:
         run.step()
         before = run.contents()

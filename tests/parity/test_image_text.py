@@ -1,4 +1,4 @@
-"""Text trains the language model of an image-text model as Hugging Face does, or is refused with the reason."""
+"""Training an image-text model on text alone matches Hugging Face, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 
 SEED = 3
-#: Families that Hugging Face runs on text alone, and the engine does not.
+#: Families that Hugging Face runs on text alone but the engine refuses, with the reason.
 REFUSED = {
     "t5gemma2": r"uses model\.encoder.* for text without images",
 }
@@ -56,7 +56,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
         pytest.skip(f"no tiny model of this type: {type(error).__name__}: {str(error)[:80]}")
     try:
         expected = train_step(model, batches, SEED)
-    except Exception as error:  # it needs an image: it is refused with a message, before anything runs
+    except Exception as error:  # the model needs an image: the engine must refuse it before the first step
         if is_multimodal(model):
             with pytest.raises(UnsupportedModelError):
                 trace_visits(build_graph(config), 1, 8, torch.float32)

@@ -1,4 +1,4 @@
-"""Rows with images train an image-text model as Hugging Face does; the bits are the same wherever its blocks live."""
+"""Training on rows with images matches Hugging Face, with the same bits wherever the blocks are."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from processes.worlds import train as train_on_rank
 SEED = 3
 MAX_LENGTH = 192
 IN_CI = ("qwen2_5_vl", "llava")
-#: Sizes of the images of each row: several, one, none; wide and high.
+#: Image sizes of each row. Rows have two images, one or none; images are wide, tall or square.
 ROWS = [[(40, 60), (90, 33)], [], [(50, 50)], [(64, 64)], [], [(33, 70)]]
 
 
 @pytest.fixture(autouse=True)
 def quiet_single_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)  # only for videos
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)  # used only for videos
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -81,7 +81,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
 ) -> None:
     folder = folder_of(family, folders)
     rows = write_rows(tmp_path, ROWS)
-    # Two of six one-row micro-batches have no image; the three two-row ones have different numbers of images.
+    # Of six micro-batches with one row, two have no image. With two rows, the number of images varies.
     for num_micro_batches, batch_rows in ((6, 1), (3, 2)):
         batches = next(make_loader(folder, rows, num_micro_batches=num_micro_batches, batch_rows=batch_rows))
         micro_batches = batches.micro_batches
@@ -129,7 +129,7 @@ TOWERS = {"qwen2_5_vl": ["model.visual"], "llava": ["model.vision_tower", "model
 def test_adapters_are_trained_as_by_peft(
     family: str, images: Literal["frozen", "trained"], folders: Path, tmp_path: Path
 ) -> None:
-    """The adapters are in the language model; the tower is frozen or trained whole, and shares module names."""
+    """Only the language model has adapters. The tower shares its module names, and is frozen or trained as a whole."""
     folder, rows = folder_of(family, folders), write_rows(tmp_path, ROWS[:3])
     micro_batches = next(make_loader(folder, rows, num_micro_batches=3, batch_rows=1)).micro_batches
     graph = build_graph(folder, images=images, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
@@ -216,12 +216,12 @@ def test_results_of_a_trained_tower_are_saved(images: str, folders: Path, tmp_pa
     assert optional == ({False, True} if images == "trained" else {False})
 
 
-#: One rank has all images of a step; or one of three ranks has none, and the others differ in their number.
+#: Image sizes of each row, by number of ranks. Ranks have different numbers of images, and some ranks have none.
 FEW_IMAGES = {2: [[(40, 60), (90, 33)], [], [], []], 3: [[(40, 60), (90, 33)], [], [], [(50, 50)], [], []]}
 
 
 def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str) -> RankResult:
-    """Train on the ranks of a world; homes differ between ranks."""
+    """Train on one rank of a world. On odd ranks, blocks have other homes."""
     where = {"placement": ALL_NVME, "ram": f"{48 * world.size}MiB"} if world.rank % 2 else {}
     text = config_text(folder, model, rows, images, **where)
     num_rows = len(rows.read_text().splitlines())
@@ -241,7 +241,7 @@ def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str
     ],
 )
 def test_ranks_match_one_process_bitwise(family: str, images: str, size: int, folders: Path, tmp_path: Path) -> None:
-    """A rank without images still gathers and exchanges the tower like the others."""
+    """A rank without images still gathers the tower's weights and exchanges its gradients like the other ranks."""
     model, rows = folder_of(family, folders), write_rows(tmp_path / "data", FEW_IMAGES[size])
     alone = train_ranks(World.single(), tmp_path / "alone", model, rows, images)
     assert len(set(alone.losses)) == 2 and alone.evaluations

@@ -1,4 +1,4 @@
-"""Kept graphs in a GPU's tier, whose weights leave for updates and come back."""
+"""The GPU tier keeps graphs although their weights move to RAM for updates and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from oracles.tiered_run import config_text, run_config
 
 NUM_STEPS = 4
-#: It has no kernel for a GPU.
+#: Adafactor has no GPU kernel, so updates run in RAM.
 OPTIMIZER = 'optim = "adafactor"'
 
 
@@ -17,14 +17,14 @@ OPTIMIZER = 'optim = "adafactor"'
 def test_a_device_tier_keeps_graphs_of_weights_at_home_there(
     gpu: str, num_layers: int, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Updates run in RAM, between the steps' forwards."""
+    """Updates run in RAM, between the backward and the next forward."""
     placement = 'weights = ["gpu"]\ngradients = ["gpu"]\nactivations = ["gpu"]\noptimizer = ["ram"]'
     text = config_text(tmp_path, tiny_model, nvme=0, optimizer=OPTIMIZER, training='recompute = "full"')
     again = run_config(text, tmp_path / "again", num_steps=NUM_STEPS)
     text = config_text(tmp_path, tiny_model, nvme=0, optimizer=OPTIMIZER, gpu=gpu, placement=placement)
     result = run_config(text, tmp_path / "kept", num_steps=NUM_STEPS)
     plan = result.plan
-    # Each update reads weights and gradients there.
+    # Updates move weights and gradients to RAM.
     of_weights = sum(block.nbytes for block in plan.program.blocks.values() if block.kind == "weights")
     assert plan.traffic["gpu->ram"] == 2 * of_weights
     kept = plan.program.recompute.kept_graphs

@@ -1,4 +1,4 @@
-"""Lanes: gradients equal the lanes' sums added by hand in the tree, bit for bit, at every placement."""
+"""Gradients are bit-identical to the lanes' sums, added by hand in the tree, at every placement."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(folder: Path, model: Path, *, num_steps: int = 2, **options: Any) -> Tie
 
 
 class ByUse(MemoryAccess):
-    """Returns gradients by use site."""
+    """Access in memory that returns gradients by use site."""
 
     def take(self) -> dict[tuple[int, str], Tensor]:
         found = {
@@ -59,7 +59,7 @@ class ByUse(MemoryAccess):
 
 
 def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
-    """Return gradients: each lane by the engine with one lane, on its micro-batches, then added in the tree."""
+    """Run the engine with one lane on each lane's micro-batches, add the gradients in the tree, and return them."""
     access = ByUse(plan.graph, weights, plan.graph.dtype)
     runner = layer_runner(
         plan.graph,
@@ -92,7 +92,7 @@ def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: 
 
 
 def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients of the first step's updates, and their expected values."""
+    """Return the gradients that the first step's updates use, and the gradients computed by hand."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
@@ -112,7 +112,7 @@ def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple
         for layout in plan.graph.layouts.values():
             with trainer.weights.master(layout) as read:
                 flat = read(0, layout.num_elements).clone()
-                if plan.graph.dtype == torch.bfloat16:  # like the split of masters: rounded half away from zero
+                if plan.graph.dtype == torch.bfloat16:  # round half away from zero, like the split of masters
                     flat = ((flat.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
                 weights.update(views(flat, layout))
         micro_batches = next(make_loader(config, plan)).micro_batches
@@ -134,7 +134,7 @@ def assert_by_hand(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     assert expected
     for name, gradient in expected.items():
         assert torch.equal(found[name].to(gradient.dtype), gradient), name
-    # Elements without a gradient from any micro-batch are zero.
+    # Gradients that no micro-batch contributes to are zero.
     assert all(not found[name].any() for name in found.keys() - expected.keys())
 
 
@@ -160,10 +160,10 @@ def test_gradients_are_the_lanes_sums_added_in_the_tree(
 
 
 def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts are cut into parts; the embedding and the head take one part after the other."""
+    """Layouts are cut into parts, which the embedding and the head hold or lease one after the other."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
-    monkeypatch.setattr(head_plan, "_COLUMNS", 192)  # several parts of the vocabulary in a part of the weight
+    monkeypatch.setattr(head_plan, "_COLUMNS", 192)  # several vocabulary parts per part of the weight
     monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
     with monkeypatch.context() as patch:
         for folder, tables in (("held", {}), ("passing", {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"})):
@@ -180,7 +180,7 @@ def test_one_lane_is_one_sum_and_others_differ(tiny_model: Path, tmp_path: Path)
 
 
 def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
-    """Count the bytes of the gradient sums outside of blocks that the engine makes in the running step, by visit."""
+    """Return a counter of the bytes that the engine allocates for gradient sums outside of blocks, by visit."""
     made: Counter[int] = Counter()
     visits: list[int] = []
     held, like = LeasedGradients.lease_sums, pieces.empty_sum
@@ -204,9 +204,9 @@ def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
 def test_open_sums_are_planned(
     grad_dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workspace fits the fullest visit with the engine's sums, and not a page more.
+    """The workspace has exactly the pages that the largest visit needs, including its open sums.
 
-    The more lanes, the less a visit's compute matters: the fullest visit is a layer at first, and then the head.
+    With few lanes, the largest visit is a layer. With more lanes, the open sums dominate, and it is the head.
     """
     fullest, taken = {}, {}
     for lanes in (1, 2, 8):
@@ -215,7 +215,7 @@ def test_open_sums_are_planned(
             options = {"precision": f'grad_dtype = "{grad_dtype}"', "training": 'recompute = "full"'}
             plan = run(tmp_path / str(lanes), tiny_model, lanes=lanes, num=8, num_steps=1, **options).plan
         visits, largest = plan.trace.visits, max(layout.num_elements for layout in plan.graph.layouts.values())
-        num_sums = lanes.bit_length() - (grad_dtype == "float32")  # in fp32 the block is the first one
+        num_sums = lanes.bit_length() - (grad_dtype == "float32")  # in fp32, the block holds the first sum
         assert max(made.values(), default=0) == 4 * num_sums * largest
         computing = [
             max(each.memory.forward_nbytes, each.memory.backward_nbytes + made[n]) for n, each in enumerate(visits)
@@ -238,7 +238,7 @@ def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: P
 
 
 def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Path) -> None:
-    """ "auto" takes the number in the checkpoint; another number is another result, and refused."""
+    """With "auto", a run keeps the checkpoint's number. Another number would change the results, and is refused."""
 
     def trainer(lanes: int | str, steps: int) -> Trainer:
         text = text_of(tmp_path, tiny_model, lanes=lanes, nvme=0).replace(

@@ -1,7 +1,7 @@
-"""The CUDA tier and its links under the whole engine, on a device that delays all copies until a wait needs them.
+"""Runs with the CUDA tier and its links, on a fake device that delays all copies until a wait needs them.
 
-The layers run on the host at once; copies between the tiers are queued on streams, with the events, leases and threads
-of a GPU run. The numbers must equal a run in RAM, and the traffic must be as planned.
+Layers run on the host without delay. Copies between tiers are queued on streams, with the events, leases and threads of
+a GPU run. Results must be bit-identical to a run in RAM, and the traffic must be as planned.
 """
 
 from __future__ import annotations

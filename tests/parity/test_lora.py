@@ -46,7 +46,7 @@ def streamed(
 def compare(
     family: str, spec: LoraConfig, dtype: torch.dtype = torch.float32, *, mlp_rows: int = 0, **values: Any
 ) -> None:
-    """Compare with peft, and the two orders with each other bit for bit."""
+    """Compare the layer order with peft, and the micro-batch order with the layer order bit for bit."""
     config, modules = tiny_config(family, **values), spec.target_modules
     settings = {
         "r": spec.r,
@@ -116,10 +116,10 @@ def test_dora(family: str, modules: tuple[str, ...]) -> None:
     compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=True))
 
 
-@pytest.mark.filterwarnings("ignore")  # warnings of peft and transformers
+@pytest.mark.filterwarnings("ignore")  # warnings from peft and transformers
 @pytest.mark.parametrize(("family", "modules"), [("gpt2", ("c_attn", "c_fc")), ("llama", ("q_proj", "down_proj"))])
 def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[str, ...]) -> None:
-    """Conv1D has a transposed weight; each norm is of one row of the output, in peft and here."""
+    """Conv1D stores its weight transposed. In peft and here, each norm covers the weights of one output feature."""
     config = tiny_config(family)
     plain = build_model(config)
     for name, weight in plain.named_parameters():  # no two rows or columns have the same norm
@@ -143,7 +143,7 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
 def test_mlps_over_a_few_rows_at_a_time(family: str, modules: tuple[str, ...], use_dora: bool) -> None:
-    """Adapters of a layer do not disable its MLP pieces, and adapters inside it get the sums of all pieces."""
+    """A layer with adapters still runs its MLP in pieces. Adapters in the MLP get the gradient sums of all pieces."""
     compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=use_dora), mlp_rows=5)
 
 

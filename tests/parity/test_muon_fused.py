@@ -1,4 +1,4 @@
-"""Muon on a model with fused parameters equals torch's Muon on the split matrices; a resumed run keeps its rule."""
+"""Muon on fused parameters equals torch's Muon on the split matrices, and a resumed run keeps its rule for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oracles.huggingface import add_gradients
 from oracles.tiered_run import QUICKSTART, add_tokenizer, config_text, make_loader, plan_of, run_config
 
 MUON = 'optim = "muon"\nmax_grad_norm = 0\nweight_decay = 0.1'
-#: Rows of q, k and v, of gate and up: 4 heads of 8, 2 of keys and values, an MLP of 48.
+#: Rows of q, k and v (4 query heads and 2 key/value heads of size 8), and of gate and up (an MLP of width 48).
 PARTS = {"qkv_proj": (32, 16, 16), "gate_up_proj": (48, 48)}
 
 
@@ -39,7 +39,7 @@ def split(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def by_torch(model: Path, micro_batches: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:
-    """Return the weights after a step of torch's Muon on the split matrices, and AdamW on the rest."""
+    """Return the weights after one step of torch's Muon on split or whole matrices, and AdamW on all others."""
     plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
     for batch in micro_batches:
@@ -89,7 +89,7 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
         resumed = trainer(folder, "", 4)
         assert resumed.run.optimizer.muon_fused == (rule or "parts")
         assert resumed.train().num_steps == 4
-    # A checkpoint older than the key.
+    # Runs from before this key keep the rule "whole".
     config = load_config(tmp_path / "old" / "run.toml").config
     before = to_toml(config).replace('muon_fused = "auto"\n', "")
     assert "muon_fused" not in before

@@ -1,4 +1,4 @@
-"""Smoothed labels and noisy embeddings equal transformers' results, with the same bits wherever blocks are."""
+"""Label smoothing, noisy embeddings and z-loss match transformers and torch, with the same bits wherever blocks are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def streamed(
 
 
 def smoothed_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, dict[str, Any]]:
-    """Return loss and gradients of transformers' label smoother, as its Trainer calls it."""
+    """Return loss and gradients from transformers' label smoother, called as in its Trainer."""
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
     smoother, total = LabelSmoother(epsilon=FACTOR), 0.0
     for number, batch in enumerate(micro_batches):
@@ -111,7 +111,7 @@ def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
         embedding.neftune_noise_alpha = ALPHA
         embedding.register_forward_hook(neftune_post_forward_hook)
         expected = smoothed_step(model, padded_batches())[0]
-        if family == "mixtral":  # the smoother itself has no auxiliary term
+        if family == "mixtral":  # transformers' smoother leaves out the auxiliary term
             assert loss > expected + 0.1
         else:
             assert loss == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Runs with a drive and objects, each linked to RAM: the bits of a run in RAM, and traffic as planned."""
+"""Runs with a drive and an object tier, both linked to RAM, have the bits of a run in RAM and the planned traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner orders micro-batches: one at a time, more of the forward is kept."""
+"""The planner runs micro-batches one at a time if this keeps more of the forward for the backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def ram(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a size with space for some of the backward's data of three micro-batches, and all of one."""
+    """Return a RAM size that can keep all graphs of one micro-batch, but only some graphs of three."""
     folder = tmp_path_factory.mktemp("sizes")
     least = make_plan(folder, training='recompute = "full"').totals["ram"]
     one = make_plan(folder, advanced='micro_batch_order = "micro_batch"', training='recompute = "none"')

@@ -1,4 +1,4 @@
-"""Packed documents train as single-document rows do: the same loss per document, the same gradients of a step."""
+"""Packed documents train like rows with one document: the same loss per document, and the same steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from megatrain.training.resolve import resolve_data
 from oracles.rows_in_memory import loader_of
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
-LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)  # vocabulary; 12 documents of at most 64 tokens
+#: Number of words in the prompt, and in the completion, of each document.
+LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)
 MAX_LENGTH = 128
 
 
@@ -39,7 +40,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def config_of(folder: Path, model: Path, rows: Path, *, packing: bool) -> str:
-    """Return a config whose first step has all data: 12 rows, or a few packed ones and empty ones."""
+    """Return a config whose first step uses all data: 12 rows, or a few packed rows and empty rows."""
     text = config_text(folder, model, data=f"packing = {str(packing).lower()}").replace("pretrain", "sft")
     text = text.replace(str(EXAMPLES / "quickstart" / "loomings.txt"), str(rows))
     text = text.replace("max_length = 64", f"max_length = {MAX_LENGTH}")
@@ -47,7 +48,7 @@ def config_of(folder: Path, model: Path, rows: Path, *, packing: bool) -> str:
 
 
 def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> dict[tuple[int, ...], torch.Tensor]:
-    """Return document -> loss of each of its trained tokens, from Hugging Face's own forward."""
+    """Return the losses of each document's trained tokens from Hugging Face's forward, by the document's token ids."""
     loader = loader_of(dataset, BatchShape(3, 4, MAX_LENGTH, packing), data_seed=5)
     found = {}
     for batch in itertools.islice(loader, loader.steps_per_epoch):
@@ -68,7 +69,7 @@ def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> 
                     )
                     trained = wanted[start + 1 : end] != IGNORED_LABEL
                     if trained.any():
-                        last = int(trained.nonzero()[-1]) + 2  # padding after it belongs to no document
+                        last = int(trained.nonzero()[-1]) + 2  # the padding after it belongs to no document
                         found[tuple(ids[start : start + last].tolist())] = each[trained]
     return found
 

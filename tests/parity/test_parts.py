@@ -1,4 +1,4 @@
-"""Law 9: state and gradients of a large layout have one block per part, and no number of a run depends on it."""
+"""Optimizer state and gradients of a large layout have one block per part, which changes no result of a run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every layer of the tiny model, and stream parts although that saves less memory than it takes."""
+    """Cut every layer of the tiny model into parts, and lease parts one by one although this saves little memory."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
 
 
 def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
-    """If anything moves, the head and the embedding lease one part of weight and gradient at a time."""
+    """If anything moves, the head and the embedding lease one part of their weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}
     for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
         folder = tmp_path / name.replace(" ", "_")
@@ -63,14 +63,14 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
         for tick in run.plan.program.ticks:
             for group in (tick.held, *tick.passing):
                 kinds = [key_kind(key) for key, _ in group if key.startswith("model.embed_tokens/")]
-                assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # for tied head and embedding
+                assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # two, for the tied head and embedding
         run.assert_same(held)
         run.assert_as_planned()
 
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
-    """Runs with uncut layouts but the same vocabulary parts as cut ones, because these parts affect the bits."""
+    """Return runs with uncut layouts but with the vocabulary parts of cut ones, because these parts affect the bits."""
 
     def boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
         alone = [layout for layout in graph.layouts.values() if [entry.name for entry in layout.entries] == [name]]
@@ -150,7 +150,7 @@ def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
 def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
     tiny_model: Path, tmp_path: Path, small_parts: None
 ) -> None:
-    """Saved with state on a drive, continued in RAM, exported from its files: the bits of an uninterrupted run."""
+    """Saved from drives, continued in RAM, and exported from its files, a run has the bits of an uninterrupted run."""
 
     def keys_of(out: Path) -> set[str]:
         return {record.key for record in read_manifest(out / "checkpoints").blocks}
@@ -167,7 +167,7 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 
     straight = train(4, "straight", nvme=0)
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
-    # Also by a version with whole weights: any cut of the weights can resume the checkpoint.
+    # A version with whole weights can also continue, because a checkpoint does not depend on how weights are cut.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgramBuilder, "_can_use_parts", lambda *_: False)
         stopped = train(3, "stopped", nvme=0)

@@ -1,7 +1,7 @@
-"""Runs whose blocks move directly between drives and a stand-in for GPU memory, and others through RAM.
+"""Runs that move blocks directly between drives and emulated GPU memory, instead of through RAM.
 
-The direct route is real except for the device: plans, working sets, prefetching, routes, files. The numbers must equal
-a run in RAM, traffic must be as planned, and less RAM must be needed.
+The direct route is real except for the device: plans, working sets, prefetching, routes and files. Results must be
+bit-identical to a run in RAM, traffic must be as planned, and less RAM must be needed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_of(folder: Path, model: Path, **tables: Any) -> Plan:
 
 
 def smallest_ram(folder: Path, model: Path, **tables: Any) -> int:
-    """Return the fewest bytes of RAM that the planner accepts."""
+    """Return the smallest RAM size that the planner accepts, in bytes."""
     nbytes = 4096
     for _ in range(8):
         try:
@@ -62,7 +62,7 @@ def bytes_by_link(run: TieredRun) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    """Return runs with everything in RAM, by their tables; each is made once."""
+    """Return a function that trains with everything in RAM and the given tables, and caches the results."""
     known: dict[str, TieredRun] = {}
 
     def find(**tables: Any) -> TieredRun:
@@ -114,7 +114,7 @@ def test_direct_copies_work_for_any_step_order(
 
 
 def test_less_ram_is_needed(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
-    """Plain SGD has no state: through RAM the backward moves more blocks than an update needs there."""
+    """Plain SGD has no state. Without direct copies, the backward therefore needs more blocks in RAM than an update."""
     tables: dict[str, Any] = {"optimizer": 'optim = "sgd"\nsgd_momentum = 0.0'}
     given: dict[str, Any] = {"gpu": "9MiB", "placement": ALL_NVME, **tables}
     need = {way: smallest_ram(tmp_path / way, tiny_model, tiers=f'direct = "{way}"', **given) for way in ("off", "on")}
@@ -153,7 +153,7 @@ def test_plan_and_replay_agree_on_direct_copies(tiny_model: Path, tmp_path: Path
 
 
 class TestProbe:
-    """The probe decides about direct access to a device; these tests set its answers."""
+    """The probe decides whether drives and a device copy directly. These tests replace it and set its answers."""
 
     @pytest.fixture(autouse=True)
     def _config(self, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Law 1: placement never changes the numbers. Law 4: planned traffic is real traffic. Both on the same runs."""
+"""Placement never changes the results of a run, and the real traffic equals the planned traffic."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(folder: Path, model: Path, placement: dict[str, Any], precision: str) ->
     if options.get("ram") == "tight":
         options["ram"] = "5500KiB"
     elif options.get("placement") == ALL_NVME:
-        options.setdefault("ram", "7MiB")  # with more, copies stay in RAM between uses and less moves
+        options.setdefault("ram", "7MiB")  # with more RAM, copies stay there between uses, and less moves
     return run_config(config_text(folder, model, precision=precision, **options), folder, num_steps=NUM_STEPS)
 
 

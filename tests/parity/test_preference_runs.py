@@ -1,4 +1,4 @@
-"""Whole runs over preferences: the same bits wherever blocks are and after a stop, and one reference."""
+"""Whole preference runs: a resumed run has the same bits, and the reference is computed once and reused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def in_ram(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeR
 
 def test_run_reports_preference_metrics(in_ram: WholeRun) -> None:
     first, *_, last = in_ram.told.steps
-    assert first.loss == pytest.approx(0.6931, abs=1e-4)  # the model is still its reference
+    assert first.loss == pytest.approx(0.6931, abs=1e-4)  # the model still equals its reference
     assert first.preferences["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
     assert last.preferences["logps/chosen"] < 0.0 and last.preferences["rewards/margins"] != 0.0
     assert 0.0 <= last.preferences["rewards/accuracies"] <= 1.0
@@ -131,7 +131,7 @@ def test_resumed_run_keeps_its_reference(tiny_model: Path, tmp_path: Path, in_ra
     (kept,) = (folder / "out" / FOLDER_NAME).iterdir()
     whole = kept.read_bytes()
 
-    # Other initial weights, damaged, missing: each gives an error, and nothing is trained.
+    # A reference of other initial weights, a damaged one and a missing one are errors, and nothing is trained.
     values = torch.zeros(json.loads(whole.partition(b"\n")[0])["count"]).numpy()
     body = values.tobytes()
     header = json.loads(whole.partition(b"\n")[0]) | {"checksum": checksum(body)}

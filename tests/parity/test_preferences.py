@@ -1,4 +1,4 @@
-"""Losses over preferences: losses, figures and every gradient match TRL, with the same bits wherever blocks are."""
+"""Preference losses, their metrics and every gradient match TRL, with the same bits in any loop order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENIZER = EXAMPLES / "quickstart/model"
 WORDS = ("whale", "ship", "sea", "a long grey voyage", "harpoon", "the captain Ahab", "Nantucket")
-#: Answers of several lengths, so that rows have padding and answers span pieces of the head.
+#: Answers of different lengths, so that rows have padding and answers span several pieces of the head.
 PAIRS = [
     {
         "prompt": f"Question {n}:\n",
@@ -52,7 +52,7 @@ JUDGED = [
     {"prompt": row["prompt"], "completion": row["chosen" if n % 2 else "rejected"], "label": bool(n % 2)}
     for n, row in enumerate(PAIRS)
 ]
-#: Micro-batches of preferences that the engine runs with two parts of the head's rows and many of the vocabulary.
+#: Rows per piece of the head, and columns per vocabulary part. A micro-batch has several of both.
 ROWS, COLUMNS = 5, 300
 
 
@@ -79,7 +79,7 @@ def make_runner(
 
 
 class Setup:
-    """A policy and a reference that differ, and rows."""
+    """A policy, a reference with other weights, and the micro-batches of a step."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Setup:
 
 
 def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return log-probability and length of each row's answer, by whole logits."""
+    """Return the log-probability and length of each row's answer, from whole logits."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     logps = functional.log_softmax(logits.float(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -122,7 +122,7 @@ def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: Any, reference: Any) -> Tensor:
-    """Return the loss as its papers define it, over all examples of a step."""
+    """Return the loss over all examples of a step, as its paper defines it."""
     terms, likelihood, tokens = [], [], 0.0
     for batch in batches:
         half = len(batch["input_ids"]) // 2
@@ -169,7 +169,7 @@ def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: 
 
 
 def nll_of_chosen(batches: list[dict[str, Tensor]], policy: Any) -> float:
-    """Return the mean negative log-likelihood of the tokens of the chosen answers, by whole logits."""
+    """Return the mean negative log-likelihood per token of the chosen answers, from whole logits."""
     with torch.no_grad():
         found = [answers(policy, batch) for batch in batches]
     halves = [slice(0, len(logps) // 2) for logps, _ in found]
@@ -214,7 +214,7 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     assert ("nll_loss" in figures) == bool(setup.loss.rpo_alpha or name == "orpo")
     assert figures.get("nll_loss", 0.0) in (0.0, pytest.approx(nll_of_chosen(setup.batches, setup.policy), rel=1e-5))
 
-    # Neither the loop order nor leases in turn change a bit; whole logits give other bits.
+    # Neither the loop order nor leasing vocabulary parts in turn changes a bit. Whole logits round differently.
     for options in ({"order": "micro_batch"}, {"is_part_major": True}):
         again, same, gradients = setup.step(**options)
         assert again == loss and same == figures
@@ -227,7 +227,7 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     runner, _ = make_runner(setup.config, setup.policy, None)
     for batch, logps in zip(setup.batches, runner.log_probs(setup.batches), strict=True):
         collected.add(batch, shifted_labels(batch["labels"]), logps)
-    if setup.loss.is_paired:  # KTO's estimate there covers all examples together
+    if setup.loss.is_paired:  # in an evaluation, KTO estimates the KL over all examples together
         evaluated, _, means = collected.compute(setup.loss)
         assert evaluated == pytest.approx(loss, rel=1e-5)
         assert means == pytest.approx(figures, rel=1e-4, abs=1e-6)
@@ -237,7 +237,7 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     "name", [pytest.param(name, marks=[] if name == "smoothed" else [pytest.mark.slow]) for name in ("smoothed", "kto")]
 )
 def test_experts_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and gradients equal whole layers when each expert is a separate unit."""
+    """Loss and gradients are the same if each expert is a separate unit."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     setup = Setup(LOSSES[name], num_micro_batches=2, family="qwen3_moe")
     expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
@@ -253,7 +253,7 @@ def test_experts_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trl_trainer(setup: Setup, tmp_path: Path) -> Any:
-    """Return TRL's trainer of the same loss, model and rows."""
+    """Return TRL's trainer for the same loss, models and rows."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -313,10 +313,10 @@ TRL = {
 
 
 def trl_inputs(setup: Setup, trainer: Any) -> Any:
-    """Return a micro-batch as TRL's trainer takes it."""
+    """Return a micro-batch in the form that TRL's trainer expects."""
     if setup.loss.loss_type not in ("cpo", "orpo", "simpo"):
         return trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
-    # These tokenize prompts differently, so they get this project's rows.
+    # These trainers tokenize prompts differently, so they get this project's tokenized rows.
     (batch,) = setup.batches
     half = len(batch["input_ids"]) // 2
     return {
@@ -329,10 +329,10 @@ def trl_inputs(setup: Setup, trainer: Any) -> Any:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("sigmoid", "orpo") else [pytest.mark.slow]) for name in TRL]
 )
-@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.filterwarnings("ignore")  # warnings from TRL
 def test_preference_step_matches_trl(name: str, tmp_path: Path) -> None:
-    """The same rows pass through TRL's tokenization, collator and loss."""
-    # TRL's ORPO likelihood includes the prompt, the papers' only the answer: a one-token prompt makes both equal.
+    """For most losses, the same rows pass through TRL's own tokenization, collator and loss."""
+    # TRL's ORPO likelihood includes the prompt, but the paper's does not. With a one-token prompt, both are equal.
     setup = Setup(TRL[name], rows=[{**row, "prompt": "Q"} for row in PAIRS] if name == "orpo" else None)
     trainer = trl_trainer(setup, tmp_path)
     inputs = trl_inputs(setup, trainer)

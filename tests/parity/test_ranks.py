@@ -1,4 +1,4 @@
-"""The bits of a run do not depend on the number of processes, and each process moves what its plan says."""
+"""Runs have the same bits with any number of processes, and each process moves the bytes that its plan states."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ BF16 = 'compute_dtype = "bfloat16"'
 
 @dataclass(frozen=True)
 class Case:
-    """A run that every world makes.
+    """Run that every world repeats.
 
     Attributes:
-        model: name of the folder.
-        tables: as in ``config_text``.
-        other_tables: of ranks with an odd number, whose blocks have other homes.
-        has_parts: layouts are cut into parts of one partial sum of a norm.
-        passes: which runs stream vocabulary parts one by one: ``never``, ``on hosts`` (more than one), ``always`` with
-            several ranks.
-        labels: which micro-batches have labels: ``all`` or ``few``.
-        lanes: in which gradients are added.
-        num_micro_batches: of a step.
+        model: Name of the model's folder.
+        tables: Arguments of ``config_text``.
+        other_tables: Additional arguments on odd ranks, which give blocks other homes.
+        has_parts: Whether layouts are cut into parts of the smallest size.
+        passes: Worlds that lease vocabulary parts one by one: ``never``, ``on hosts`` (with several hosts), or
+            ``always`` (with several ranks).
+        labels: Micro-batches that have labels: ``all`` or ``few``.
+        lanes: Number of gradient lanes.
+        num_micro_batches: Number of micro-batches in a step.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Case:
 
 
 def samples(count: int) -> str:
-    """Return keys for evaluations that continue ``count`` rows: one of three ranks has none, or fewer than others."""
+    """Return config keys that generate ``count`` samples. One of three ranks gets fewer rows than the others, or 0."""
     return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
 
 
@@ -123,7 +123,7 @@ def write_models(folder: Path) -> None:
     """Write the tiny models that the cases train."""
     write_tiny_model(folder / "tied", attention_dropout=0.1)
     write_tiny_model(folder / "untied", tie_word_embeddings=False)
-    # Half of the vocabulary ends a text: prompts end after different numbers of tokens, and so do ranks.
+    # Half of the vocabulary entries are end tokens. Prompts, and thus ranks, end after different numbers of tokens.
     ends = {"eos_token_id": list(range(0, AutoConfig.from_pretrained(folder / "untied").vocab_size, 2))}
     (folder / "untied/generation_config.json").write_text(json.dumps(ends))
     shape = AutoConfig.from_pretrained(folder / "untied")
@@ -152,7 +152,7 @@ def own_folder(world: World) -> str:
 
 
 def text_of(folder: Path, case: Case, world: World) -> str:
-    """Return the config of a rank; homes differ between ranks."""
+    """Return a rank's config. On odd ranks, blocks have other homes."""
     tables = dict(case.tables)
     if world.rank % 2:
         tables |= case.other_tables
@@ -169,7 +169,11 @@ def text_of(folder: Path, case: Case, world: World) -> str:
 
 
 def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
-    """Remove labels: all but the last micro-batch's; then the last two's; then every other's."""
+    """Remove the labels of some micro-batches.
+
+    Step 0 keeps only the labels of the last micro-batch. Step 1 removes those of the last two, and later steps those of
+    every second micro-batch.
+    """
     keeps = [number == NUM_MICRO_BATCHES - 1 for number in range(NUM_MICRO_BATCHES)]
     if step:
         keeps = [number < NUM_MICRO_BATCHES - 2 if step == 1 else number % 2 == 0 for number in range(len(keeps))]
@@ -180,11 +184,11 @@ def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
 
 @contextmanager
 def products_seen() -> Iterator[set[tuple[int, int, int]]]:
-    """Collect the shapes of the products of weight gradients, `(M, K, N)`."""
+    """Collect the shapes `(M, K, N)` of the matrix products that compute weight gradients."""
     add, seen = GradientAccumulator._add_matmul, set[tuple[int, int, int]]()
 
     def seeing(self: GradientAccumulator, target: Tensor, left: Tensor, right: Tensor, **options: Any) -> None:
-        if not isinstance(left, FakeTensor):  # of a trace
+        if not isinstance(left, FakeTensor):  # fake tensors belong to a trace
             seen.add((*left.shape, right.shape[1]))
         add(self, target, left, right, **options)
 
@@ -214,14 +218,14 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
 def by_case(
     size: int, folder: Path, *, num_hosts: int = 1, names: Sequence[str] = tuple(CASES)
 ) -> dict[str, list[RankResult]]:
-    """Run the cases in a world of ``size`` ranks; return each case's results by rank."""
+    """Run the cases in a world of ``size`` ranks, and return each case's results by rank."""
     of_ranks = run_on_ranks(size, train_cases, folder, list(names), num_hosts=num_hosts)
     return {name: [of_rank[name] for of_rank in of_ranks] for name in names}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the models, and of all runs."""
+    """Write the models, and return the folder that holds them and all runs."""
     folder = tmp_path_factory.mktemp("ranks")
     write_models(folder)
     return folder
@@ -229,23 +233,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[RankResult]]:
-    """Return the runs of one process, which adds in the same lanes."""
+    """Return each case's result in one process, which adds gradients in the same lanes."""
     return by_case(1, folder)
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """Losses, norms, weights, state and evaluations equal one process, whatever the ranks and homes."""
+    """Losses, norms, weights, state and evaluations equal those of one process, for any ranks and homes."""
     of_cases = by_case(size, folder)
     for name, results in of_cases.items():
         assert_same(name, results, alone[name])
-    # If there is space, weights are gathered several visits ahead, otherwise fewer: equally on all ranks.
+    # How many visits ahead weights are gathered depends on the free memory, but is equal on all ranks.
     ahead = [{result.gathers_ahead for result in results} for results in of_cases.values()]
     assert all(len(each) == 1 for each in ahead) and max(map(max, ahead)) > 1, ahead
 
 
 def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankResult]) -> None:
-    """Assert that ranks' results equal one process, and that each moved the planned bytes, within its tiers."""
+    """Assert that results equal one process, and that each rank moved the planned bytes and stayed within its tiers."""
     (expected,) = alone
     assert len(set(expected.losses)) == NUM_STEPS and all(expected.norms), name
     for rank, result in enumerate(results):
@@ -262,24 +266,25 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
             assert int(tier in used) <= most <= capacity, (name, rank, tier)
         window, planned = result.window
         assert 0 < window <= planned, (name, rank)
-        # Exact to the byte, except on an emulated GPU, whose sums are planned to be sent while the next layer runs.
+        # With passing parts, the peak is exact to the byte, except on an emulated GPU. There, the plan assumes that
+        # sums are sent while the next layer runs.
         on_gpu = bool({"gpu->ranks", "gpu->hosts"} & set(result.moved))
         assert window == planned or not result.passes or on_gpu, (name, rank, window, planned)
-    # Product libraries give a few rows other bits alone than among more rows, so the shapes must be equal.
+    # Matrix libraries may round a few rows differently than the same rows among more, so the shapes must be equal.
     assert frozenset().union(*(result.products for result in results)) == expected.products, name
-    # Every row is evaluated by one rank.
+    # Every row is evaluated by exactly one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
     assert {count for _, count in expected.evaluations.values()} == {expected.num_own_labels}, name
     assert digests(results) == digests([expected]), name
 
 
-#: The only case in CI: two-part layouts and homes that differ between ranks.
+#: The only case that CI runs on two hosts. Its layouts have parts, and its homes differ between ranks.
 ON_HOSTS = "tied, bf16, dropout, noise"
 
 
 @pytest.mark.parametrize("names", [[ON_HOSTS], pytest.param(list(CASES), marks=pytest.mark.slow)])
 def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """With one process on each host, all traffic between ranks is between hosts, and the bits are the same."""
+    """With one process per host, all traffic between ranks is between hosts, and the bits are the same."""
     for name, results in by_case(2, folder, num_hosts=2, names=names).items():
         assert_same(name, results, alone[name])
         for result in results:
@@ -299,7 +304,7 @@ def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]]
 
 
 def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
-    """Return plans of differing ranks, their refusals, and their messages about an error of one rank."""
+    """Plan with settings that differ between ranks. Return plans, refusals, and what each rank reports if one fails."""
     said: dict[str, Any] = {}
     folder.mkdir(exist_ok=True)
     lanes = "gradient_accumulation_steps = 4\ngradient_lanes = 4"
@@ -341,7 +346,7 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     except ZeroDivisionError as error:
         said["error of rank 0"] = str(error)
     said["afterwards"] = collectives.run_on_all(lambda: world.rank)
-    # The operations of stage 3 that move whole layers.
+    # Operations that move whole layers between ranks.
     share, whole = torch.full((3,), float(world.rank)), [torch.full((3,), float(rank + 5)) for rank in range(2)]
     collectives.scatter(share, whole if world.is_first else None, 0)
     found = [torch.zeros(3) for _ in range(2)]
@@ -365,14 +370,14 @@ def test_ranks_plan_together_and_are_refused_together(folder: Path) -> None:
 
 
 def check_rates(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Assert that ranks plan with the slowest rates of all, and predict the step time of the slowest rank."""
+    """Assert that all ranks plan with the lowest rates of any rank, and predict the slowest rank's step time."""
     assert (first["micro-batches"], second["micro-batches"]) == (2, 3)
     both = first["homes"].keys() & second["homes"].keys()  # rank 1 has more activations
     assert both == first["homes"].keys() and all(first["homes"][key] == second["homes"][key] for key in both)
     assert first["traffic of weights"] == second["traffic of weights"]
     alone = first["alone"], second["alone"]
     assert [each.bound_by for each in alone] == ["compute", "nvme"]
-    # Each computes at the rate of rank 0, and moves at the rate of rank 1.
+    # Both ranks plan to compute at the rate of rank 0, and to move blocks at the rate of rank 1.
     assert first["rates"]["compute"] == alone[0].seconds["compute"] > alone[1].seconds["compute"]
     assert second["rates"]["compute"] == pytest.approx(1.5 * first["rates"]["compute"])
     assert second["rates"]["nvme"] == alone[1].seconds["nvme"] > 100 * alone[0].seconds["nvme"]
@@ -408,7 +413,7 @@ def test_settings_unsupported_on_several_ranks_are_refused(case: str, tmp_path: 
 
 
 def test_evaluations_are_dealt_as_memory_is_planned(tmp_path: Path) -> None:
-    """Each rank gets at least one micro-batch, and at most the rows of its training step."""
+    """Each rank gets at least one micro-batch, and at most as many rows as in its training step."""
     (tmp_path / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'
         '[[data.train]]\npath = "x.txt"\n'

@@ -1,4 +1,4 @@
-"""A run continues with other numbers of processes, tiers and drives, with the bits of an uninterrupted run."""
+"""A run resumed with another number of processes, other tiers or drives has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from processes.ranks import run_on_ranks
 from processes.worlds import digests, go_on
 
 BF16 = 'compute_dtype = "bfloat16"'
-#: Another placement for each start.
+#: A different placement for each start.
 TABLES: tuple[dict[str, Any], ...] = (
     {"placement": 'optimizer = ["nvme"]'},
     {"nvme": 2, "placement": ALL_NVME, "ram": "24MiB"},
@@ -60,7 +60,7 @@ def test_another_world_size_resumes_bitwise_equal(worlds: tuple[int, ...], tiny_
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_export_of_ranks_matches_one_process(size: int, tiny_model: Path, tmp_path: Path) -> None:
-    """The export is equal file by file; `ckpt` lists, verifies and removes the checkpoints."""
+    """All exported files are equal. A checkpoint with a missing drive is reported. The only checkpoint is protected."""
     for world in (1, size):
         folder = tmp_path / f"by{world}"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed, in any placement, has the bits of an uninterrupted run."""
+"""A run that is stopped and resumed, in any placement, has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
             assert torch.equal(exported[name], average), name
     export_checkpoint(out, tmp_path / "weights", dtype=torch.float32)
     weights, start = load_file(tmp_path / "weights/model.safetensors"), load_file(tiny_model / "model.safetensors")
-    for name, average in exported.items():  # after two steps: 0.81 of the start
+    for name, average in exported.items():  # after two steps, the average has 0.81 of the start
         far, near = (average - weights[name]).norm(), (average - start[name]).norm()
         assert 0 < near < far, name
     with pytest.raises(ConfigChangedError, match=r"ema_decay: 0\.9 -> 0"):
         train(tmp_path / "w", tiny_model, IN_RAM, **without)
-    # A run can continue without the average, but not with one that never began.
+    # A run can continue without its average, but cannot begin an average later.
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=3, allow=True, **without)
     with pytest.raises(CheckpointError, match=r"no average of the weights, which optimizer.ema_decay needs"):
         train(tmp_path / "w", tiny_model, IN_RAM, allow=True, **with_average)
@@ -157,7 +157,7 @@ def test_small_moments_continue_in_their_own_format_only(state_dtype: str, tiny_
 
 
 def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_model: Path, tmp_path: Path) -> None:
-    """The data is used up every two steps; the rate changes in every step."""
+    """An epoch has four steps, and the learning rate changes in every step."""
     changes = {
         "gradient_accumulation_steps = 3": "gradient_accumulation_steps = 10",
         'lr_scheduler_type = "constant"': 'lr_scheduler_type = "cosine"',
@@ -172,7 +172,7 @@ def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_m
 
 
 def test_skipped_steps_stay_uncounted(tmp_path: Path) -> None:
-    """In the first step, a token has an embedding too large to be squared. Adam's bias correction counts updates."""
+    """A token of the first step has an embedding whose square overflows. Adam's bias correction counts only updates."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     (tmp_path / "batches.toml").write_text(config_text(tmp_path, model))
     config = load_config(tmp_path / "batches.toml").config
@@ -234,7 +234,7 @@ def test_stop_during_updates_resumes_from_the_last_checkpoint(
 
 
 def test_data_exhausted_at_the_save_starts_the_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
-    """Six rows are already used, and the new data has no more than six."""
+    """At the save, six rows are already used, and the new data has only six rows."""
     changes = {
         str(EXAMPLES / "quickstart" / "loomings.txt"): str(tmp_path / "rows.jsonl"),
         f"max_steps = {NUM_STEPS}": "max_steps = 3",
@@ -267,7 +267,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
 
 
 def test_fallback_to_another_config_is_reported(tiny_model: Path, tmp_path: Path) -> None:
-    """The newest checkpoint has this config, which was allowed; it is damaged, and the one before has another."""
+    """The newest checkpoint has the same config but is damaged. The checkpoint before it has another config."""
     decay = {"optimizer": "weight_decay = 0.2"}
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4, allow=True, **decay)

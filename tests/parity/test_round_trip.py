@@ -1,4 +1,4 @@
-"""A folder that is loaded and exported without a step stays the same, for every type that can be made tiny."""
+"""A model folder that is loaded and exported without a step stays the same, for each type that can be made tiny."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatrain.models.load import WeightLoader
 from oracles.families import IMAGE_TEXT_TYPES, MODEL_TYPES, image_text_class, shrunk_config, tiny_image_text_config
 from tests.megatrain.models.tiny import Weights, build_graph
 
-#: Refused types, with the beginning of the reason.
+#: Refused image-text types, with the error and a part of its message.
 REFUSED: dict[str, tuple[type[Exception], str]] = {
     "idefics": (UnsupportedModelError, "no causal language model"),
     "pi0": (UnsupportedModelError, "no causal language model"),
     "udop": (UnsupportedModelError, "no causal language model"),
     "pp_formulanet": (UnsupportedModelError, "does not separate its language model from the rest"),
-    "shieldgemma2": (ModelFolderError, "are missing"),  # transformers saves names that its class does not load
+    "shieldgemma2": (ModelFolderError, "are missing"),  # transformers saves tensors that its own class does not load
 }
 
 
@@ -93,7 +93,7 @@ def test_export_without_a_step_is_unchanged(make: Any, model_type: str, tmp_path
         if (source / name).exists():
             assert json.loads((out / name).read_text()) == json.loads((source / name).read_text())
     named = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
-    if named.__module__ == type(model).__module__:  # some auto classes replace their own class
+    if named.__module__ == type(model).__module__:  # an auto class can return a model of another class
         _, report = named.from_pretrained(out, output_loading_info=True)
         _, before = named.from_pretrained(source, output_loading_info=True)
         assert report["missing_keys"] == before["missing_keys"]

@@ -1,4 +1,4 @@
-"""A loss term that is a mean over a micro-batch has one value, however the rows of a step are divided."""
+"""A loss term that is a mean over a micro-batch counts by the micro-batch's share of labels, without empty rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def texts() -> list[Tensor]:
 
 
 def padded(rows: Sequence[Tensor], num_rows: int) -> dict[str, Tensor]:
-    """Return rows as the loader pads them: an empty row attends to one token of padding."""
+    """Pad rows as the loader does. An empty row attends to one padding token."""
     length = max((len(row) for row in rows), default=1)
     ids, labels = torch.zeros(num_rows, length, dtype=torch.long), torch.full((num_rows, length), -100)
     mask = torch.zeros_like(ids)
@@ -38,7 +38,7 @@ def padded(rows: Sequence[Tensor], num_rows: int) -> dict[str, Tensor]:
 
 
 def packed(rows: Sequence[Tensor], length: int) -> dict[str, Tensor]:
-    """Return rows packed into a single one of a fixed length; no row leaves only padding."""
+    """Pack rows into a single row of a fixed length. Without rows, the result has only padding."""
     ids, labels = torch.zeros(1, length, dtype=torch.long), torch.full((1, length), -100)
     positions, at = torch.arange(length)[None], 0
     for row in rows:
@@ -58,7 +58,7 @@ def streamed(config: Any, batches: Sequence[Mapping[str, Tensor]], **options: An
 
 
 def by_hand(config: Any, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients by the rule: means of micro-batches, weighted by labels; empty rows are left out."""
+    """Return loss and gradients by definition: micro-batch means without empty rows, weighted by their labels."""
     model, total, parts = build_model(config), 0.0, []
     for batch in batches:
         kept = (batch["labels"][:, 1:] != -100).any(1)
@@ -102,7 +102,8 @@ def test_last_step_of_an_epoch_has_one_row() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 4, 6])
 def test_each_micro_batch_counts_by_its_share_of_the_labels(rows: int) -> None:
     config = tiny_config("qwen3_moe", **ROUTED)
-    batches = [padded(texts()[at : at + rows], rows) for at in range(0, len(LENGTHS), rows)]  # 4: two rows are empty
+    # With four rows per micro-batch, the second one has two empty rows.
+    batches = [padded(texts()[at : at + rows], rows) for at in range(0, len(LENGTHS), rows)]
     found = streamed(config, batches)
     assert_close(found, by_hand(config, batches))
     again = streamed(config, batches, order="micro_batch", head_columns=20, is_part_major=True)
@@ -120,7 +121,7 @@ def test_one_row_at_a_time_is_the_weighted_mean_of_the_rows() -> None:
 
 @pytest.mark.parametrize("num_empty", [0, 3])
 def test_a_models_own_mean_over_a_micro_batch(num_empty: int) -> None:
-    """Bamba adds a z-loss, the mean over all logits of a micro-batch."""
+    """Bamba adds a z-loss, which is a mean over all logits of a micro-batch."""
     config = shrunk_config("bamba")
     config.z_loss_coefficient = 0.2
     batches = [padded(texts()[:2], 2), padded(texts()[2:3], 1)]

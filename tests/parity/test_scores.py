@@ -1,4 +1,4 @@
-"""Teacher scores equal plain transformers; their bits depend on no tier and no pass, and files are complete."""
+"""Teacher scores match plain transformers and do not depend on tiers or passes. Interrupted scoring can resume."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ tiers.ram.size = "64MiB"
 
 
 class Lines(RunObserver):
-    """Keeps messages."""
+    """Observer that records messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -120,7 +120,7 @@ def score(config: Any) -> tuple[Scorer, ScoreSummary]:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return document key -> columns, from parquet."""
+    """Read parquet files, and return the columns of each document by its key."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((folder / "parquet").glob("*.parquet")):
         found.update((row.pop("key"), row) for row in pyarrow.parquet.read_table(path).to_pylist())
@@ -160,7 +160,7 @@ def test_every_family_gives_hugging_faces_log_softmax(family: str) -> None:
 
 
 def test_teacher_of_ten_times_its_ram(tmp_path: Path) -> None:
-    """Packed rows of a model that never enters memory: the numbers of plain transformers, and the planned traffic."""
+    """A model ten times as large as its RAM scores packed rows like plain transformers, with the planned traffic."""
     changes = (
         'score.formats=["parquet","zarr"]',
         "score.embeddings=mean",
@@ -244,7 +244,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
     def cut_off(partial: Path, place: Path) -> None:
         nonlocal calls
         calls += 1
-        if calls == 4:  # the second form of the second pass, which is written but not moved to its place
+        if calls == 4:  # the second format of the second pass, which is written but not moved to its place
             raise KeyboardInterrupt
         put(partial, place)
 
@@ -260,7 +260,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
             if text.startswith("pass 1"):
                 signal.raise_signal(signal.SIGTERM)
 
-    second = Scorer(config, observer=Stopping()).run()  # continues after the first row, and is stopped
+    second = Scorer(config, observer=Stopping()).run()  # continues after the first row, and stops after one pass
     assert second.interrupted and (second.num_passes, second.num_rows_done) == (1, 2)
     third = Scorer(config).run()
     assert not third.interrupted and (third.num_passes, third.num_rows_done) == (2, 4)
@@ -268,7 +268,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
     lines = Lines()
     assert Scorer(config, observer=lines).run().num_passes == 0
     assert "nothing to do" in lines.lines[-1]
-    # Only a part that was damaged and deleted is made again.
+    # Only the part whose file is missing is computed again.
     sorted((folder / "parquet").iterdir())[1].unlink()
     assert Scorer(config).run().num_passes == 1
     assert_same(folder, whole.folder)
@@ -294,7 +294,7 @@ def test_unsupported_scoring_is_refused_with_a_reason(teacher: Path, tmp_path: P
 
 
 def test_plan_is_shown_when_scoring_starts(teacher: Path, tmp_path: Path) -> None:
-    """As in `run`, a resumed scoring prints a line, and a finished one prints none."""
+    """As in `run`, a resumed command prints one line instead of the plan, and a finished one prints neither."""
     config_of(teacher, tmp_path)
 
     def call(*words: str) -> Result:

@@ -1,4 +1,4 @@
-"""A layer that is used several times, and has weights that only one of its uses reaches."""
+"""A layer that is used several times, with weights that only one of its uses reaches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oracles.tiered_run import add_tokenizer, config_text, make_loader, run_conf
 
 @pytest.fixture(scope="module")
 def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One attention block in three places, with an adapter for each place."""
+    """Return the folder of a model that uses one attention block in three places, with an adapter for each place."""
     folder = tmp_path_factory.mktemp("zamba2")
     torch.manual_seed(7)
     config = tiny_config("zamba2", vocab_size=1024)
@@ -28,7 +28,7 @@ def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zamba: Path, tmp_path: Path) -> None:
-    """The attention block gets the embeddings in addition to the hidden states; the minimum space once lacked one."""
+    """The attention block reads both the embeddings and the hidden states. The planned minimum must include both."""
     text = config_text(tmp_path, zamba, nvme=0, training='recompute = "full"')
     (tmp_path / "run.toml").write_text(text)
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))

@@ -1,4 +1,4 @@
-"""`model.mlp_rows`: the submodules that run over pieces, their gradients, and the memory saved."""
+"""`model.mlp_rows`: which submodules run in pieces, their gradients, and the memory that this saves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class Mixing(nn.Module):
-    """Resembles an MLP, but centres each sequence."""
+    """Module that looks like an MLP but is not position-wise, because it centers each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_position_wise_modules_are_detected_by_trial() -> None:
     mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     assert is_position_wise(mlp, 8)
     assert not is_position_wise(Mixing(), 8)
-    assert not is_position_wise(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(2, 2, 1)), 8)  # refuses pieces
+    assert not is_position_wise(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(2, 2, 1)), 8)  # fails on pieces
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_dropout_inside_is_the_same_in_the_recompute_of_a_piece() -> None:
     mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
     hidden = torch.randn(1, 12, 8, requires_grad=True)
     out = TiledForward("mlp", mlp, 5)(hidden)
-    torch.rand(7)  # other code also draws numbers between forward and backward
+    torch.rand(7)  # other code may draw random numbers between forward and backward
     found = torch.autograd.grad(out.sum(), [hidden, *mlp.parameters()])
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
@@ -126,9 +126,9 @@ def test_untileable_model_is_refused_with_a_reason() -> None:
 
 @pytest.mark.slow
 def test_mlp_memory_is_that_for_one_piece(tmp_path: Path) -> None:
-    """The plan counts one piece instead of the whole MLP, and the process stays within it.
+    """The plan counts one piece instead of the whole MLP, and the process stays within the plan.
 
-    On the CPU a process keeps freed memory up to its planned heap and some space (decisions 0085 and 0112).
+    On the CPU, a process keeps freed memory up to its planned heap plus some spare bytes (decisions 0085 and 0112).
     """
     found = {rows: memory(tmp_path, rows) for rows in (0, 256)}
     planned = found[0]["planned"] - found[256]["planned"]
@@ -140,7 +140,7 @@ def test_mlp_memory_is_that_for_one_piece(tmp_path: Path) -> None:
 
 def memory(folder: Path, rows: int) -> dict[str, int]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MALLOC_ARENA_MAX": "1"}
-    # A fixed threshold, not grown by frees: large tensors then leave the heap whole, whatever thread was last.
+    # A fixed threshold does not grow when memory is freed. Large tensors then return to the system, from any thread.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
     command = [sys.executable, str(Path(memory_of_mlp.__file__)), str(folder / str(rows)), str(rows)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""Law 4 at the minimum space: real traffic is planned traffic, whatever the durations."""
+"""In tiers of minimum size, the real traffic equals the planned traffic, for any durations of transfers and ticks."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from tiered.links.base import Workers
 from tiered.simulation import SimulatedLink
 
 NUM_STEPS = 4
-#: Seconds in virtual time of a transfer or a tick: any of them may be the slowest.
+#: Scales of random durations in virtual seconds. Any transfer or tick may be the slowest.
 SCALES = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model, and a mixture."""
+    """Return the folders of a dense model and of a mixture of experts, by kind."""
     dense = write_tiny_model(tmp_path_factory.mktemp("dense"))
     return {"dense": dense, "mixture": write_family(tmp_path_factory.mktemp("mixture"), "qwen3_moe")}
 
 
 def write_family(folder: Path, model_type: str) -> Path:
-    """Write a tiny model of a family, with the tokenizer of the quickstart, and return the folder."""
+    """Write a tiny model of a family with the quickstart's tokenizer, and return its folder."""
     config = tiny_config(model_type)
     config.vocab_size = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     torch.manual_seed(7)
@@ -71,7 +71,7 @@ def plan_with(folder: Path, model: Path, ram: int, **tables: Any) -> Plan:
 
 
 def least_bytes(tier: str, plan: Callable[[], object]) -> int:
-    """Return the minimum size of a tier, from a plan that gives it almost nothing."""
+    """Return the minimum size of a tier in bytes, from the error of a plan that gives it almost nothing."""
     with pytest.raises(DoesNotFitError) as refused:
         plan()
     found = re.search(rf"tier '{tier}' has .* needs at least (\d+) ", str(refused.value))
@@ -84,7 +84,7 @@ def tight_gpu(folder: Path, model: Path, share: float, **tables: Any) -> str:
 
 
 class UnevenChannel(SimulatedChannel):
-    """Concurrent transfers of random durations: they end in any order."""
+    """Channel whose concurrent transfers take random times and end in any order."""
 
     random = random.Random()
 
@@ -97,7 +97,7 @@ class UnevenChannel(SimulatedChannel):
 
 
 def replayed(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], int]:
-    """Return the link traffic of a run with random durations of transfers and ticks, and the wasted fetches.
+    """Replay a run with random durations of transfers and ticks. Return the bytes by link, and the wasted fetches.
 
     Tiers, links and time are simulated; the store and its prefetcher are real.
     """
@@ -130,7 +130,7 @@ def test_traffic_is_planned_at_any_speed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a rule for copies that wait for space on their way out, a few of these runs move less, others more."""
+    """Some runs would move less or more if the store had no rule for copies whose write-back waits for space."""
     tables: dict[str, Any] = {"optimizer": f"max_grad_norm = {max_grad_norm}"}
     model = models["dense"]
     if share_of_gpu is not None:
@@ -145,7 +145,7 @@ def test_traffic_is_planned_at_any_speed(
 
 @pytest.fixture
 def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay each job of a link by a random time."""
+    """Delay each job of the links by a random time."""
     submit, chance = Workers.submit, random.Random(5)
 
     def submit_late(self: Workers, job: Callable[[], None], *, urgent: bool = True) -> None:
@@ -176,7 +176,7 @@ def test_runs_over_late_links(
 def test_each_step_reports_the_bytes_it_uses(
     has_gpu: bool, models: dict[str, Path], tmp_path: Path, late_links: None
 ) -> None:
-    """Copies for the next step may arrive before or after the end of a step; they count in the step that uses them."""
+    """Copies for the next step may arrive before or after a step's end. They count in the step that uses them."""
     tables = {"gpu": tight_gpu(tmp_path, models["dense"], 1.0)} if has_gpu else {}
     least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10, **tables))
     text = config_text(tmp_path, models["dense"], ram=f"{least}B", **tables)
@@ -226,7 +226,7 @@ def test_pending_writes_from_loading_are_not_counted_in_the_run(
 def test_saving_run_moves_the_traffic_of_its_stretches(
     models: dict[str, Path], tmp_path: Path, late_links: None
 ) -> None:
-    """The stretch between two checkpoints is planned as a run: no fetch passes an update made for the checkpoint."""
+    """The steps between two checkpoints are planned like a run: no fetch overtakes the updates before a checkpoint."""
     least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))
     for number in range(2):
         folder = tmp_path / str(number)
@@ -244,7 +244,7 @@ def test_saving_run_moves_the_traffic_of_its_stretches(
 def test_micro_batches_that_no_loss_depends_on_move_as_much(
     passes: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, micro-batches may lack every label: weights that wait for their backward are still leased."""
+    """Micro-batches run one at a time, and one has no labels. Weights that wait for its backward are still leased."""
     make_loader = tiered_run.make_loader
 
     def without_labels(config: Any, plan: Plan) -> Any:
@@ -267,10 +267,10 @@ def test_micro_batches_that_no_loss_depends_on_move_as_much(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_runs_of_families_with_late_threads(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each seed delays jobs of links, updates and readers differently: same traffic, same numbers.
+    """Each seed delays jobs of links, updates and readers differently. Traffic and results stay the same.
 
-    ``MEGATRAIN_TIER_LATE_SEEDS`` is the number of seeds, ``MEGATRAIN_TIER_LATE_SEED`` the first one. Half of the runs
-    have a GPU tier.
+    ``MEGATRAIN_TIER_LATE_SEEDS`` is the number of seeds, and ``MEGATRAIN_TIER_LATE_SEED`` is the first one. Half of
+    the runs have a GPU tier.
     """
     chance = random.Random()
 

@@ -1,4 +1,4 @@
-"""Logits by parts of the vocabulary: losses and gradients of Hugging Face, bits that depend only on the parts."""
+"""Logits computed by vocabulary part give Hugging Face's losses and gradients. Their bits depend only on the parts."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_losses_and_gradients_match_hugging_face(family: str, tied: bool) -> Non
 
 
 class OnePartAtATime:
-    """Rows of a matrix, of which one part can be leased at a time, each once in a tick."""
+    """Matrix whose rows are leased one part at a time, and each part only once in a tick."""
 
     is_passing = True
 
@@ -142,11 +142,11 @@ class OnePartAtATime:
         self.taken.append(number)
         rows = self.matrix[self.rows[number].start : self.rows[number].stop].clone()
         yield rows
-        rows.fill_(torch.nan)  # a later use would show
+        rows.fill_(torch.nan)  # makes a later use visible
 
 
 class PartedAccess(MemoryAccess):
-    """Leases weights in parts if their modules allow it."""
+    """Access in memory that leases weights in parts if all their modules allow it."""
 
     def __init__(self, graph: ModelGraph, *args: Any) -> None:
         super().__init__(graph, *args)
@@ -175,7 +175,7 @@ class PartedAccess(MemoryAccess):
 def test_weights_that_come_part_by_part_are_the_same_weights(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The embedding and the head come in parts, in every family whose code takes rows of them: no bit changes."""
+    """In every family, the embedding and the head can be leased in parts, and no bit changes."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.PART_ALIGNMENT_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.MAX_PARTS", 1 << 20)
@@ -190,7 +190,7 @@ def test_weights_that_come_part_by_part_are_the_same_weights(
     assert evaluated.terms == runner_of(config)[0].evaluate(padded_batches()).terms
     assert isinstance(access, PartedAccess)
     vocabulary = {name for name, rows in access.cut.items() if rows[-1].stop == VOCAB}
-    num_tables = (1 if tied else 2) + (family == "gemma3n_text")  # this family has a further lookup
+    num_tables = (1 if tied else 2) + (family == "gemma3n_text")  # this family has one more embedding
     assert len(vocabulary) == num_tables, access.cut
     assert all(len(each.taken) in (0, len(each.rows)) for each in access.handed_out)
 
