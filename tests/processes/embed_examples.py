@@ -1,6 +1,6 @@
-"""Runs the programs in examples/python, unchanged and without the lines that megatrain needs.
+"""Runs the programs in examples/python in several variants, with and without the lines that use megatrain.
 
-python embed_examples.py NAME FOLDER plain in_ram unbroken stopped     # one JSON object per run
+python embed_examples.py NAME FOLDER plain in_ram unbroken stopped     # prints one JSON object per run
 python embed_examples.py NAME FOLDER resumed
 """
 
@@ -24,7 +24,7 @@ _WAS = re.compile(r"^( *)# was: ", flags=re.MULTILINE)
 
 @dataclass(frozen=True)
 class Program:
-    """Arguments of a program for a complete run and for half a run."""
+    """Command-line options of a program for a complete run, and for half of that run."""
 
     whole: tuple[str, ...]
     half: tuple[str, ...]
@@ -38,30 +38,30 @@ PROGRAMS = {
 
 
 def source(name: str) -> str:
-    """Return the text of an example."""
+    """Return the source code of an example."""
     return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
 
 
 def marked_lines(text: str) -> list[str]:
-    """Return the lines that are marked as additions."""
+    """Return the lines that end with ``# megatrain``, which marks additions."""
     return [line for line in text.splitlines() if line.endswith(MARK)]
 
 
 def plain(text: str) -> str:
-    """Return the program without added lines, and with the original text of replaced lines."""
+    """Return the program without the added lines, and with replaced lines restored."""
     kept = [line for line in text.splitlines() if not line.endswith(MARK)]
     return _WAS.sub(r"\1", "\n".join(kept) + "\n")
 
 
 def in_ram(text: str) -> str:
-    """Return the program with enough RAM for everything."""
+    """Return the program with its RAM size increased, so that everything fits into RAM."""
     changed, count = re.subn(r'ram="\d+MiB"', 'ram="200MiB"', text)
     assert count == 1, text
     return changed
 
 
 def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
-    """Run a program in this process, and return its losses and the RAM that its store needed."""
+    """Run a program in this process. Return its losses, and the RAM capacity and peak RAM use of its store."""
     printed, before = io.StringIO(), sys.argv
     sys.argv = [f"{name}.py", *options]
     try:
@@ -81,7 +81,7 @@ def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _watched_stores() -> Iterator[list[TieredStore]]:
-    """Record the stores that are opened in the context."""
+    """Yield a list that collects the stores opened in the context."""
     opened: list[TieredStore] = []
     construct = TieredStore.__init__
 
@@ -101,7 +101,7 @@ def _main_module(name: str) -> dict[str, object]:
 
 
 def main(name: str, folder: str, *runs: str) -> None:
-    """Run variants of a program, each in the folder of its name. Stopped and resumed runs share a folder."""
+    """Run variants of a program, each in a folder with the variant's name. Stopped and resumed runs share a folder."""
     text, program = source(name), PROGRAMS[name]
     for which in runs:
         variant = plain(text) if which == "plain" else in_ram(text) if which == "in_ram" else text

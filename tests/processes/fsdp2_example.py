@@ -1,6 +1,7 @@
 """Runs examples/python/fsdp2.py as one of several ranks: ``python fsdp2_example.py plain|tiered OPTION ...``.
 
-The environment contains the rendezvous address, as under torchrun. The last printed line describes the store.
+The environment contains the rendezvous address, as under torchrun. The last printed line is a JSON object with the
+losses and the RAM use of the store.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ NAME = "fsdp2"
 
 def main(which: str, *options: str) -> None:
     """Run the program, or its plain version without a store."""
-    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank skips would wait forever
+    limit = threading.Timer(200, os._exit, [2])  # if one rank skips a collective, the others wait forever
     limit.daemon = True
     limit.start()
     torch.set_num_threads(1)
-    # Destroy no group, because gloo's destructor joins a thread that can wait for the GIL while it holds the GIL.
+    # Keep the group, because gloo's destructor holds the GIL while it joins a thread, which may need the GIL to end.
     torch.distributed.destroy_process_group = torch.distributed.barrier  # type: ignore[assignment]
     text = embed_examples.source(NAME)
     found = embed_examples.run(NAME, embed_examples.plain(text) if which == "plain" else text, options)

@@ -1,4 +1,4 @@
-"""Folders of runs with checkpoints of an earlier version (tests/data/checkpoints)."""
+"""Run folders with checkpoints that earlier versions wrote (tests/data/checkpoints)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 def unpack(form: str, folder: Path) -> SavedRun:
-    """Unpack the run of a checkpoint form to a new folder, and return the run."""
+    """Unpack the archive ``FORM.tar.xz``, which contains a run folder, below ``folder``, and return the run."""
     with tarfile.open(GOLDEN / f"{form}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return SavedRun(folder / form)

@@ -34,25 +34,25 @@ WATCHED = (
 #: Phases of the main, commit and copy threads. "" means no phase.
 PHASES = ("", "starting", *dict.fromkeys(phase for _, _, phase in WATCHED))
 _STEP_NAMES = ("reported", "resumed")
-_STEPS, _FIGURES = 8, 64  # offsets after one byte for each of the three threads
+_STEPS, _FIGURES = 8, 64  # byte offsets; the first three bytes are the phases of the three threads
 _LANES = {"MainThread": 0, "checkpoint-copy": 2}  # all other threads belong to a commit
 
 
 class Board:
-    """Shared memory with one writer per value. A reader can see a slightly old value."""
+    """Shared memory with one writer per value. A reader may see a slightly outdated value."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def clear(self) -> None:
-        """Reset all values."""
+        """Reset all values, and set the phase of the main thread to ``starting``."""
         self._memory[:] = bytes(mmap.PAGESIZE)
         for name in _STEP_NAMES:
             self.set_step(name, -1)
         self.set_phase(0, "starting")
 
     def contents(self) -> bytes:
-        """Return all values, which change whenever a phase begins or ends."""
+        """Return the contents of the memory, which change whenever a phase begins or ends."""
         return self._memory[: mmap.PAGESIZE]
 
     def phase(self, lane: int) -> str:
@@ -64,36 +64,36 @@ class Board:
         self._memory[lane] = PHASES.index(phase)
 
     def where(self) -> str:
-        """Return the phase of the main thread, and the phases of the commit and copy threads if they exist."""
+        """Return the phase of the main thread, then the phases of the commit and copy threads if they have one."""
         main, commit, copy = (self.phase(lane) for lane in range(3))
         return main + (f", commit {commit}" if commit else "") + (f", {copy}" if copy else "")
 
     def step(self, name: str) -> int:
         """Return the step of the newest ``reported`` checkpoint, or of the ``resumed`` checkpoint.
 
-        Return -1 if there is none yet, or 0 if the run started from the beginning.
+        Return -1 if no such checkpoint exists yet. For ``resumed``, 0 means that the run started from the beginning.
         """
         (step,) = struct.unpack_from("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name))
         return int(step)
 
     def set_step(self, name: str, step: int) -> None:
-        """Set the step."""
+        """Set the step of the ``reported`` or ``resumed`` checkpoint."""
         struct.pack_into("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name), step)
 
     def figures(self, phase: str) -> tuple[int, float]:
-        """Return the number of times that a phase began, and its total seconds."""
+        """Return how often a phase began, and its total duration in seconds."""
         count, seconds = struct.unpack_from("<qd", self._memory, _FIGURES + 16 * PHASES.index(phase))
         return int(count), float(seconds)
 
     def add(self, phase: str, count: int, seconds: float) -> None:
-        """Add to the figures of a phase."""
+        """Add to the count and to the duration of a phase."""
         before, before_s = self.figures(phase)
         offset = _FIGURES + 16 * PHASES.index(phase)
         struct.pack_into("<qd", self._memory, offset, before + count, before_s + seconds)
 
 
 def watch(board: Board) -> None:
-    """Make the program report its phases and checkpoints to the board, without other changes."""
+    """Wrap functions of the program so that they report phases and checkpoints to the board."""
     for module_name, name, phase in WATCHED:
         owner: Any = importlib.import_module(module_name)
         *classes, last = name.split(".")

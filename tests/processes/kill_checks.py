@@ -1,4 +1,4 @@
-"""Checks of a run's folder after every kill, and at the end."""
+"""Checks of a run's folder after every kill, and after the run has finished."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Outcome:
 
     Attributes:
         losses: (step, loss) of each step line in ``metrics.jsonl``.
-        state: Checksums of each block in the last checkpoint.
-        weights: Contents of the exported file.
+        state: Checksums of each block in the last checkpoint, by block key.
+        weights: Contents of the exported weights file.
     """
 
     losses: tuple[tuple[int, float], ...]
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Return the results in ``<folder>/out``."""
+    """Return the results of the run in ``<folder>/out``."""
     lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
     losses = tuple((line["step"], line["loss"]) for line in lines if "loss" in line)
     blocks = GenerationReader(folder / "out/checkpoints").manifest.blocks
@@ -48,7 +48,7 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def check_at_end(folder: Path, expected: Outcome) -> Iterator[str]:
-    """Yield the differences from an undisturbed run."""
+    """Yield the differences between a finished run and an undisturbed run, and any leftovers of the export."""
     found = read_outcome(folder)
     if found.losses != expected.losses:
         yield f"losses {found.losses}, not {expected.losses}"
@@ -69,8 +69,8 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
 
     Args:
         keep: Value of save_total_limit.
-        reported: Newest step that must not be lost, or -1. It is the newest reported or resumed checkpoint, or the
-            remaining copy after a loss of drives.
+        reported: Newest step that must not be lost, or -1. It is the step of the newest reported checkpoint or, after a
+            loss of drives, of the newest whole copy.
         drives: Paths of the NVMe tier.
     """
     path = folder / "out/checkpoints"
@@ -92,7 +92,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
         yield from _problems_of_copies(folder / "out/copies", keep)
         newest = next((number for number in newest_first(path) if number not in lost), None)
         if newest is not None:
-            # A kill during the very first commit can leave a complete generation that no file names yet.
+            # A kill during the first commit can leave a complete generation that no top-level manifest names yet.
             is_named = (path / MANIFEST_NAME).exists()
             yield from (text for text in problems_of(path, newest) if is_named or "names the current" not in text)
             RunState.from_meta(GenerationReader(path, newest).manifest.meta, where=str(path))
@@ -101,7 +101,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
 
 
 def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
-    """Yield the errors of whole copies. Every listed copy must be intact, and old copies must be removed."""
+    """Yield the errors in whole copies. Every listed copy must be intact, and old copies must have been removed."""
     numbers = newest_first(path)
     if len(numbers) > max(keep, 2):
         yield f"copies {numbers} where {keep} are kept"
@@ -117,12 +117,12 @@ def newest_copy(folder: Path) -> int | None:
 
 
 def problems_of(path: Path, generation: int | None = None) -> list[str]:
-    """Return all errors of a generation. Default: the current generation."""
+    """Return all errors in a generation. Default: the current generation."""
     return list(GenerationReader(path, generation).problems())
 
 
 def bytes_on_disk(folders: Sequence[Path]) -> int:
-    """Return the disk usage of the files in these folders, counting each file once."""
+    """Return the disk usage of the files in these folders. A file with several hard links counts once."""
     seen = {}
     for folder in folders:
         for file in folder.rglob("*"):

@@ -1,10 +1,10 @@
-"""Real runs that are killed at random times and restarted until they finish, with the results of an unbroken run.
+"""Kills real runs at random times and restarts them until they finish with the results of an undisturbed run.
 
     PYTHONPATH=.:tests python -m processes.kills --kills 200 --stops 30
 
-A single-threaded process that has imported everything forks a child per start, so that a start needs no imports. The
-child runs the command ``run``. Wrappers around functions report its phase, without other changes. The parent kills it
-(or requests a stop), checks the files on disk, and starts it again.
+The parent is a single-threaded process that has imported everything. It forks a child for each start, which therefore
+needs no imports. The child executes the command ``run`` and reports its phase to the parent. The parent kills the child
+(or asks it to stop), checks the files on disk, and starts the run again.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ HUNG_AFTER_S = 90.0
 DRIVE_MIB = 96
 """Capacity of all drives of a run together."""
 
-#: Name -> tables of the config.
+#: Name of a placement -> keyword arguments of ``config_text``.
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "RAM": {"nvme": 0},
     "NVMe": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 1},
     "mixed": {"placement": 'optimizer = ["nvme"]', "nvme": 1},
     "striped": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)},
 }
-#: Relative frequency of signals in each phase, in addition to signals at random times.
+#: Phase -> relative frequency of the signals that are aimed at it. Other signals are sent at random times.
 AIMS = {
     "loading": 2,
     "saving": 1,
@@ -61,15 +61,15 @@ AIMS = {
     "exporting": 2,
     "copying": 3,
 }
-_AT_ANY_INSTANT = 0.4  # share of the signals
-_ENOUGH = 0.15  # probability after each signal that the run gets no further signal
-_DRIVES_LOST = 0.5  # probability after each signal of losing all drives, if a copy exists
+_AT_ANY_INSTANT = 0.4  # share of the signals that are sent at random times
+_ENOUGH = 0.15  # probability, after each signal, that the run gets no further signal
+_DRIVES_LOST = 0.5  # probability, after each signal, that all drives are lost if a whole copy exists
 _POLL_S = 1e-4
 
 
 @dataclass(frozen=True)
 class Aim:
-    """Time of a signal: ``delay_s`` after the start, or after the ``nth`` beginning of a phase."""
+    """When to send a signal: ``delay_s`` after the start, or after a phase begins for the ``nth`` time."""
 
     delay_s: float
     phase: str | None = None
@@ -84,7 +84,7 @@ class Start:
         number: Number of the planned signal, or 0 for none.
         where: Phase in which the signal arrived, or None if the run ended first.
         code: Exit status; negative after a fatal signal.
-        resumed: Step of the resumed checkpoint, 0 for a start from the beginning, or -1 if the process ended before.
+        resumed: Step of the resumed checkpoint, 0 for a start from the beginning, or -1 if the process ended earlier.
         reported: Step of the newest reported checkpoint, or -1 for none.
         is_hung: Whether the process hung and was killed.
     """
@@ -99,7 +99,7 @@ class Start:
 
 @dataclass
 class Run:
-    """Run in a folder, with its starts."""
+    """A run: its settings, its folder, and all of its starts."""
 
     placement: str
     folder: Path
@@ -140,7 +140,7 @@ class Run:
 
 
 class Killer:
-    """Starts runs, and kills or stops them before they finish.
+    """Kills or stops runs at random times, and restarts them until they finish.
 
     Args:
         model: Folder with weights and tokenizer.
@@ -149,7 +149,7 @@ class Killer:
 
     Attributes:
         runs: Runs that received signals.
-        problems: Errors found. The first error ends the test.
+        problems: Errors found. After the first error, no further signals are sent.
     """
 
     def __init__(self, model: Path, folder: Path, *, seed: int, most_per_run: int) -> None:
@@ -169,7 +169,7 @@ class Killer:
         return sum(start.number == number and start.where is not None for run in self.runs for start in run.starts)
 
     def send_signals(self, number: int, times: int) -> None:
-        """Send signals to runs of all placements in turn, until the given number of signals has hit."""
+        """Send signal ``number`` to runs of all placements in turn, until it has hit a run ``times`` times."""
         while self.num_hits(number) < times and not self.problems:
             turn = len(self.runs)
             placement = list(PLACEMENTS)[turn % len(PLACEMENTS)]
@@ -193,8 +193,8 @@ class Killer:
         return run
 
     def _run_unbroken(self) -> None:
-        """Run once without a signal, to get the expected result and the durations."""
-        run = self._make_run("mixed", copies=True)  # a commit here both writes and links
+        """Run once without signals, to get the expected results and the duration of each phase."""
+        run = self._make_run("mixed", copies=True)  # its commits both write files and make hard links
         start_s = time.monotonic()
         start = self._start(run, None, 0)
         self._unbroken_s = time.monotonic() - start_s
@@ -206,7 +206,7 @@ class Killer:
         self.problems += [f"{run}, undisturbed: {text}" for text in self._problems_at_end(run)]
 
     def _run_broken(self, run: Run, number: int) -> None:
-        """Start a run until it ends, and send it the signal a random number of times."""
+        """Restart a run until it finishes, and send it the signal a random number of times."""
         while not self.problems:
             is_enough = bool(run.starts) and self._random.random() < _ENOUGH
             is_last = is_enough or len(run.starts) >= self._most_per_run
@@ -237,7 +237,7 @@ class Killer:
             yield f"{used} bytes on the drives, more than {DRIVE_MIB} MiB"
 
     def _aim(self, run: Run) -> Aim:
-        done = max((start.reported for start in run.starts), default=0) / NUM_STEPS  # the remaining run is shorter
+        done = max((start.reported for start in run.starts), default=0) / NUM_STEPS  # a resumed run is shorter
         if self._random.random() < _AT_ANY_INSTANT:
             return Aim(self._random.uniform(0, self._unbroken_s * (1 - 0.7 * max(0, done))))
         (phase,) = self._random.choices(list(AIMS), list(AIMS.values()))
@@ -255,7 +255,11 @@ class Killer:
         return Start(number, where, code, self._board.step("resumed"), self._board.step("reported"), is_hung)
 
     def _send_signal(self, pid: int, aim: Aim | None, number: int) -> tuple[str | None, int, bool]:
-        """Send the signal to a child at the planned time, and wait until the child has ended."""
+        """Send the signal to a child at the planned time, and wait until the child has ended.
+
+        Returns:
+            Phase that the signal hit or None, exit status, and whether the child hung.
+        """
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
         where: str | None = None
@@ -270,7 +274,7 @@ class Killer:
             if (contents := self._board.contents()) != progress:
                 progress, hung_at_s, delayed_s = contents, now_s + HUNG_AFTER_S, seconds_delayed(pid)
             if now_s > hung_at_s and now_s > hung_at_s + longest_delay_s(delayed_s, seconds_delayed(pid)):
-                os.kill(pid, signal.SIGABRT)  # its faulthandler prints the stacks of all threads
+                os.kill(pid, signal.SIGABRT)  # the child's faulthandler then prints the stacks of all threads
                 os.waitpid(pid, 0)
                 return where, -signal.SIGABRT, True
             if aim is not None and aim.phase and due_s is None and self._board.figures(aim.phase)[0] >= aim.nth:
@@ -282,16 +286,19 @@ class Killer:
 
 
 def seconds_delayed(pid: int) -> dict[str, float]:
-    """Return the seconds that each thread of a process has waited for a core, which dominate on a loaded machine."""
+    """Return how many seconds each thread has waited for a core. On a loaded machine, this is most of a run's time."""
     found: dict[str, float] = {}
     for path in Path("/proc", str(pid), "task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
             found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
     return found
 
 
 def longest_delay_s(before: Mapping[str, float], now: Mapping[str, float]) -> float:
-    """Return the longest time that a thread has waited for a core since ``before``. Threads wait concurrently."""
+    """Return the longest time in seconds that any thread has waited for a core since ``before``.
+
+    The times of several threads are not added, because threads wait concurrently.
+    """
     return max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
 
 
@@ -302,13 +309,13 @@ def codes_allowed(start: Start) -> tuple[int, ...]:
     if start.number == signal.SIGKILL:
         return (-start.number,)
     main = start.where.partition(",")[0]
-    if main in ("starting", "loading"):  # the handler is not yet installed, or already removed
+    if main in ("starting", "loading"):  # the signal handler is not installed yet, or already removed
         return (-start.number, 75, 0)
     return (75, 0)
 
 
 def format_tables(runs: Sequence[Run], number: int) -> str:
-    """Return tables of the phases that signals hit, and of the resumed steps, by placement."""
+    """Return two tables by placement: the phases that signals hit, and the steps from which runs resumed."""
     starts = [(run.placement, start) for run in runs for start in run.starts]
     hits = Counter((str(s.where), placement) for placement, s in starts if s.number == number and s.where is not None)
     resumed = Counter((s.resumed, placement) for placement, s in starts if s.resumed >= 0)
@@ -329,7 +336,7 @@ def _table(title: str, rows: Mapping[Any, str], counts: Mapping[tuple[Any, str],
 
 
 def main() -> int:
-    """Send signals to runs and print the tables. Return 1 after any error."""
+    """Send signals to runs and print the tables. Return 1 if any error was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=12, help="SIGKILLs that must hit")
     parser.add_argument("--stops", type=int, default=3, help="SIGTERMs that must hit")
@@ -368,7 +375,7 @@ def main() -> int:
 
 
 def preload(model: Path, folder: Path) -> None:
-    """Import and compile the code of a run, without starting a thread or training."""
+    """Import the code of a run and fill its caches, without training and without starting a thread."""
     from megatrain.config import load_config
     from megatrain.optim import clip
     from megatrain.plan import planner, traced
@@ -391,7 +398,7 @@ def preload(model: Path, folder: Path) -> None:
 
 
 def run_child(folder: Path) -> NoReturn:
-    """Run the command ``run`` for ``<folder>/run.toml`` in this child process, with output in ``log.txt``."""
+    """Execute the command ``run`` for ``<folder>/run.toml`` in this child process, with output to ``log.txt``."""
     code = 1
     try:
         torch.set_num_threads(1)

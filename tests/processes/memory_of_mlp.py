@@ -19,7 +19,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    """Run an unmeasured step and a measured step, and print the bytes."""
+    """Run three steps, and print the planned memory and the measured memory of the last step, in bytes."""
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     config = LlamaConfig(

@@ -20,14 +20,14 @@ LAYERS, UNIT_BYTES = 16, 4 << 20
 
 
 def anonymous_bytes() -> int:
-    """Return the anonymous memory of this process."""
+    """Return the resident anonymous memory of this process, in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10
 
 
 @contextmanager
 def peak(results: dict[str, int], name: str) -> Iterator[None]:
-    """Record the peak growth of memory in the context, and the growth that remains."""
+    """Record how many bytes the memory grows in the context, at its peak and after the end."""
     gc.collect()
     before, highest, is_over = anonymous_bytes(), [0], threading.Event()
 
@@ -46,7 +46,7 @@ def peak(results: dict[str, int], name: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Write the measurements to FOLDER/memory.json."""
+    """Measure offloading, loading and training, and write the results to FOLDER/memory.json."""
     folder, results = Path(sys.argv[1]), dict[str, int]()
     torch.set_num_threads(1)
     warm = nn.Sequential(nn.Linear(8, 8))
@@ -60,7 +60,7 @@ def main() -> None:
     with peak(results, "model"):
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
-    # With homes on the drive, RAM holds at most three units of the model, however slow the drive is.
+    # If weights have their home on the drive, RAM holds at most three units of the model, even if the drive is slow.
     for home, ram_bytes in (("ram", 200 << 20), ("nvme", 3 * UNIT_BYTES)):
         with megatrain.open_store(ram=ram_bytes, nvme=folder / home, nvme_size="512MiB") as store:
             with peak(results, f"tier in {home}"):

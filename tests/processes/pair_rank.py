@@ -1,4 +1,4 @@
-"""One rank of a pairs run, which writes its observations: ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``."""
+"""Runs one rank of a test in tests/pairs: ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.ranks.group import RankGroup
 
 
 def main() -> None:
-    """Run as one rank."""
+    """Train as one rank, and write the observations to ``FOLDER/<rank>.pickle``."""
     from pairs.runs import train_here
 
     path, cut, stop_after, folder = sys.argv[1:]

@@ -1,8 +1,12 @@
-"""One rank of a test program with several ranks: ``python rank_program.py FOLDER [FAULT ...]``, under a launcher.
+"""Runs one rank of a test program, under a launcher: ``python rank_program.py FOLDER [FAULT ...]``.
 
-Each ``FAULT`` is ``RANK:KIND`` and affects that rank. ``raise``, ``kill``, ``stop`` (SIGSTOP) and ``exit`` occur in the
-second step, ``early`` before the ranks join a group. ``slow`` never ends, ``notice`` sends a message to rank 0, and
-``patient`` waits a minute for other ranks.
+Each ``FAULT`` is ``RANK:KIND`` and affects that rank, or all ranks if ``RANK`` is ``*``:
+
+- ``early`` exits before the ranks join a group.
+- ``raise``, ``kill``, ``stop`` (SIGSTOP) and ``exit`` occur in the second step.
+- ``slow`` never stops training. ``hang`` waits a minute after the last step.
+- ``differs`` gives the rank a different config. ``notice`` sends a message to rank 0.
+- ``patient`` waits up to a minute for other ranks, instead of two seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ NUM_STEPS = 4
 
 
 def main() -> None:
-    """Run steps until the end or a stop. Exit with 75 after a stop."""
+    """Run steps until the last step or a stop request. Exit with 75 after a stop."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     faults = {way.partition(":")[2] for way in sys.argv[2:] if way.partition(":")[0] in (rank, "*")}
     if "early" in faults:
@@ -62,12 +66,12 @@ def steps(group: RankGroup, folder: Path, faults: set[str]) -> int:
     if "hang" in faults:
         time.sleep(60)
     if "notice" in "".join(sys.argv[2:]):
-        time.sleep(1.0)  # wait until rank 0 has printed the message
+        time.sleep(1.0)  # give rank 0 time to print the message
     return 0
 
 
 def cause_faults(faults: set[str]) -> None:
-    """Cause the requested faults."""
+    """Cause the faults of the second step that were requested."""
     if "raise" in faults:
         raise ValueError("the rows are wrong")
     if "exit" in faults:

@@ -1,4 +1,4 @@
-"""Complete runs of several processes, started by the project's launcher, or rank by rank like torchrun and srun."""
+"""Starts complete runs with several processes: with the project's launcher, or rank by rank like torchrun and srun."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from processes.saved_run import command_words
 
 
 def launched(size: int, config: Path, *options: str) -> AbstractContextManager[Any]:
-    """Start ``run --processes N``. On exit, kill the remaining processes."""
+    """Start ``run --processes SIZE``. At the end of the context, kill the remaining processes."""
     return started([*command_words()[1:], "run", config, "--processes", size, *options])
 
 
 def launch(size: int, config: Path, *options: str) -> Ended:
-    """Run in several processes, and wait until they have ended."""
+    """Execute ``run --processes SIZE``, and wait until all processes have ended."""
     with launched(size, config, *options) as process:
         out, err = process.communicate(timeout=LIMIT_S)
         return Ended([process.returncode], out, err)
 
 
 def launched_with(size: int, folder: Path, happens: str, config: Path, *options: str) -> AbstractContextManager[Any]:
-    """Start ranks with faults on some of them; see ``processes.ranked_command``.
+    """Start ranks, some of them with faults (see ``processes.ranked_command``).
 
     Args:
-        size: Number of ranks. A single rank has no launcher.
+        size: Number of ranks. A single rank is started without a launcher.
         folder: Folder in which each rank writes its pid.
-        happens: Faults and their ranks.
+        happens: Faults and their ranks, in the format of ``RANK_HAPPENS``.
     """
     launcher = [launch_program.__file__, size] if size > 1 else []
     words = [*launcher, ranked_command.__file__, "run", config, *options]
@@ -39,7 +39,7 @@ def launched_with(size: int, folder: Path, happens: str, config: Path, *options:
 
 
 def start_runs(configs: Sequence[Path], *options: str, folders: Sequence[Path] = ()) -> list[Any]:
-    """Start a rank for each config without a launcher, in its folder if given."""
+    """Start one rank for each config without a launcher. ``folders`` are the working directories of the ranks."""
     return start_ranks([[*command_words()[1:], "run", config, *options] for config in configs], folders=folders)
 
 
@@ -49,7 +49,7 @@ def run_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] = 
 
 
 def wait_until(holds: Callable[[], bool], process: Any) -> None:
-    """Wait for an event in a run."""
+    """Wait until a condition holds. Fail if the process ends first."""
     end_s = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end_s and process.poll() is None, process.communicate()
@@ -57,7 +57,7 @@ def wait_until(holds: Callable[[], bool], process: Any) -> None:
 
 
 def read_until(text: str, process: Any) -> str:
-    """Read output lines of a run until a line contains a text, and return the lines."""
+    """Read the output lines of a process up to the first line that contains ``text``, and return them."""
     lines = [""]
     while text not in lines[-1]:
         line = process.stdout.readline()

@@ -1,14 +1,14 @@
-"""A rank of the command ``run`` with faults: ``python ranked_command.py run CONFIG ...``.
+"""Runs one rank of the command ``run`` with injected faults: ``python ranked_command.py run CONFIG ...``.
 
-``RANK_HAPPENS`` in the environment lists the faults of each rank:
+The environment variable ``RANK_HAPPENS`` lists faults, separated by semicolons:
 
 - ``RANK:kill:INSTANT:NTH``: the rank is killed when it reaches one of ``INSTANTS`` for the nth time. ``stop`` sends
   SIGSTOP and ``raise`` raises an error instead.
 - ``RANK:full:FILE``: the rank's drives are full while the file exists.
-- ``RANK:flip:FILE``: reads from the rank's drives have one wrong bit while the file exists.
+- ``RANK:flip:FILE``: each read from the rank's drives has one flipped bit while the file exists.
 - ``RANK:asks:FILE``: each GPU query through torch appends the visible GPUs to the file.
 
-Every rank writes its pid to the folder ``RANK_PIDS``. Otherwise, the rank behaves like the command.
+Every rank writes its pid to a file in the folder ``RANK_PIDS``. Apart from this, it behaves like the command.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tiered import Commit, TieredStore
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
 
-#: Instants of a save in order: class, method, and whether the instant follows the method.
+#: Instants of a save, in order -> (class or module, function, whether the instant is after the call).
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),
     "own generation whole": (Commit, "wait", True),
     "all whole": (CheckpointWriter, "_wait_for_all_ranks", True),
-    "document written": (writer, "write_document", True),  # by rank 0
+    "document written": (writer, "write_document", True),  # only on rank 0
     "saved": (CheckpointWriter, "finish", True),
 }
 
@@ -49,7 +49,7 @@ def fail() -> None:
 
 
 def install_fault(what: str, instant: str, nth: int) -> None:
-    """Kill or stop this process, or raise an error, at an instant."""
+    """Arrange that this process is killed, is stopped or raises an error when it reaches an instant the nth time."""
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what)
     happen = fail if number is None else partial(os.kill, os.getpid(), number)
     owner, name, is_after = INSTANTS[instant]
@@ -71,7 +71,7 @@ def install_fault(what: str, instant: str, nth: int) -> None:
 
 
 class FaultWhile(Fault):
-    """Fault of a drive while a file exists: no space, or a wrong bit."""
+    """Fault of a drive that lasts while a file exists: no free space, or a flipped bit in each read."""
 
     def __init__(self, what: str, file: Path) -> None:
         if what == "full":
@@ -86,7 +86,7 @@ class FaultWhile(Fault):
 
 
 def break_drives(what: str, file: Path) -> None:
-    """Make drives full or faulty while a file exists. The tier checks full drives every 20 ms."""
+    """Make drives full, or flip bits in reads, while a file exists. The tier checks full drives every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
 
@@ -97,7 +97,7 @@ def break_drives(what: str, file: Path) -> None:
 
 
 def record_gpu_queries(file: Path) -> None:
-    """Record the visible GPUs whenever this process queries torch for GPUs."""
+    """Append the visible GPUs to ``file`` whenever this process queries torch for GPUs."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
@@ -113,7 +113,7 @@ def record_gpu_queries(file: Path) -> None:
 
 
 def main() -> None:
-    """Run as one rank."""
+    """Install the faults of this rank, and run the command."""
     own = os.environ["RANK"]
     if folder := os.environ.get("RANK_PIDS"):
         Path(folder, own).write_text(str(os.getpid()))

@@ -1,6 +1,6 @@
-"""Several ranks on this machine, started like torchrun, that run a program or a function of a test.
+"""Starts several ranks on this machine, as torchrun does, to run a program or a function of a test.
 
-Each rank is a process of ``processes.warm``, which has torch, transformers and megatrain loaded.
+Each rank is forked by ``processes.warm``, with torch, transformers and megatrain already imported.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatrain.ranks.world import World, init
 from processes import warm
 
 ROOT = Path(__file__).parents[2]
-#: Time limit for hanging ranks, so that the test suite continues. Tiny models take a few seconds.
+#: Seconds until hanging ranks are killed, so that the test suite continues. Tiny models take only a few seconds.
 LIMIT_S = 120.0
 ADDRESS = "MASTER_ADDR"
-#: Meeting address of ranks that the project's launcher did not start.
+#: Rendezvous address for ranks that are started without the project's launcher.
 MEETING = {ADDRESS: "127.0.0.1"}
 
 
 @dataclass
 class Ended:
-    """Results of processes.
+    """Results of processes that have ended.
 
     Attributes:
-        codes: Exit codes by rank, or only the launcher's.
+        codes: Exit codes by rank, or only the exit code of the launcher.
         out: Combined stdout.
         err: Combined stderr.
     """
@@ -48,7 +48,7 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """Lines that report an error."""
+        """Return the lines of stderr that report an error."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
@@ -60,7 +60,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(words: Sequence[object], **more: str) -> Iterator[Any]:
-    """Start a Python program such as a launcher, which can have children, and kill it on exit.
+    """Start a Python program that may have child processes, such as a launcher. Kill it at the end of the context.
 
     Args:
         words: Arguments of the interpreter.
@@ -85,7 +85,7 @@ def started(words: Sequence[object], **more: str) -> Iterator[Any]:
 def start_ranks(
     commands: Sequence[Sequence[object]], *, num_hosts: int = 1, folders: Sequence[Path] = (), **more: str
 ) -> list[Any]:
-    """Start one rank for each Python command, with the variables of torchrun and no launcher.
+    """Start one rank for each Python command, without a launcher but with the environment variables of torchrun.
 
     Args:
         commands: Arguments of the interpreter, by rank.
@@ -132,12 +132,12 @@ def finish_ranks(ranks: Sequence[Any], limit_s: float = LIMIT_S) -> Ended:
 def run_on_ranks(
     size: int, job: Callable[..., Any], *arguments: Any, num_hosts: int = 1, limit_s: float = LIMIT_S
 ) -> list[Any]:
-    """Return the result of ``job(world, *arguments)`` on each rank. Raise the error of any rank.
+    """Run ``job(world, *arguments)`` on each rank, and return the results by rank. Fail if any rank raises an error.
 
     The ranks have joined a gloo group, unless there is only one rank.
 
     Args:
-        job: Module-level function, which other processes can import.
+        job: Module-level function, so that other processes can import it.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -175,7 +175,7 @@ def main(folder: Path) -> None:
         store = torch.distributed.FileStore(str(folder / "meeting"), world.size)
         init(world, torch.device("cpu"), store)
         job, arguments = pickle.loads((folder / "job").read_bytes())
-        is_error, text = False, pickle.dumps((False, job(world, *arguments)))  # tensors by value
+        is_error, text = False, pickle.dumps((False, job(world, *arguments)))  # pickles the tensor values
     except BaseException:
         is_error, text = True, pickle.dumps((True, traceback.format_exc()))
     part = folder / f"part{world.rank}"

@@ -1,4 +1,4 @@
-"""Tiny runs of the real command that save checkpoints, for checkpoint tests."""
+"""Tiny runs of the real command, which save checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NVME = '[[tiers.nvme]]\npath = "drive"\nsize = "40MiB"\n'
 ON_NVME = 'weights = "nvme"\noptimizer = "nvme"\n'
 
 
-#: Package of the command: the installed name, or the folder if the project is not installed.
+#: Package of the command: the installed package, or the folder ``cli`` if the project is not installed.
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 
 
@@ -77,7 +77,7 @@ def command_group() -> Any:
 
 
 def command_words() -> list[str]:
-    """Return the words that start the command in a separate process."""
+    """Return the command line, without arguments, that starts the command in a separate process."""
     return [sys.executable, "-m", PACKAGE]
 
 
@@ -89,7 +89,7 @@ def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str
         f"sys.argv = ['megatrain-tier', *{[str(word) for word in words]!r}]\n"
         f"runpy.run_module({command_words()[-1]!r}, run_name='__main__')\n"
     )
-    # Pass `env`, because the C library's environment also contains COLUMNS, which readline sets.
+    # Without `env`, the child would inherit COLUMNS, which readline sets in the environment of the C library.
     command, env = [sys.executable, "-c", script], dict(os.environ)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.stderr.count("torch: ") == 1, done.stderr
@@ -98,7 +98,7 @@ def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str
 
 @dataclass
 class SavedRun:
-    """Folder with a model, data and runs."""
+    """Folder with a model, training data and the output folders of runs."""
 
     folder: Path
 
@@ -119,7 +119,7 @@ class SavedRun:
         return self.call("run", self.write_config(**config), *options)
 
     def start(self, *options: str, **config: Any) -> subprocess.Popen[str]:
-        """Train in a separate process."""
+        """Start training in a separate process."""
         words = [*command_words(), "run", str(self.write_config(**config)), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
@@ -135,14 +135,14 @@ class SavedRun:
 
 
 def make_run(folder: Path) -> SavedRun:
-    """Create the folder with a random model of 0.1 M parameters and some text, without training."""
+    """Create a folder with a random model of 0.1 M parameters and some text, without training."""
     make_model(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
     return SavedRun(folder)
 
 
 def make_model(folder: Path, **changes: int) -> None:
-    """Create the folder of a random model of 0.1 M parameters. ``changes`` replace config values."""
+    """Create a model folder with a random model of 0.1 M parameters. ``changes`` override config values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(QUICKSTART / "model", folder)
@@ -153,7 +153,7 @@ def make_model(folder: Path, **changes: int) -> None:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process that a failed test left running."""
+    """Kill a process if it is still running, for example after a failed test, and wait for its end."""
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -1,4 +1,4 @@
-"""A job of two ranks that train a module with FSDP2, with the state of each rank in a store."""
+"""A job for two ranks: train a module with FSDP2, with the optimizer state of each rank in a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.ranks.world import World
 from tiered import TieredStore
 
 STEPS = 4
-#: Case -> dtype of the parameters, options of the optimizer, maximum norm of torch's clipping, resumed formats.
+#: Case -> (parameter dtype, optimizer options, maximum norm of torch's clipping or 0, checkpoint formats to resume).
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
     "fp32": (torch.float32, {}, 0.0, ("generation", "tensors")),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16", "ema_decay": 0.5}, 0.0, ("generation", "tensors")),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
 
 
 class Net(nn.Module):
-    """Module with tied weights, unevenly sharded rows, and one-row, frozen and unused parameters."""
+    """Module with tied weights, rows that two ranks cannot share evenly, and a one-element and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype) -> Net:
-    """Return the module that all ranks train."""
+    """Return the initial module, which is the same on all ranks."""
     torch.manual_seed(0)
     return Net().to(dtype)
 
@@ -59,7 +59,7 @@ def loss_of(module: nn.Module, step: int, half: int) -> Tensor:
 
 
 def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: Any) -> megatrain.TieredAdamW:
-    """Return the optimizer for the runs of a case. One case uses torch's groups, like accelerate."""
+    """Return the optimizer of a case. The case ``clipped`` passes a torch optimizer's groups, like accelerate."""
     params: Any = module.parameters()
     if case == "clipped":
         params = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1).param_groups
@@ -75,7 +75,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None
 
 
 def shard(module: Net, *, offloads: bool = False) -> Net:
-    """Shard each layer of a module over all ranks, and then the module."""
+    """Shard each layer of a module over all ranks, and then the module itself."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     options: dict[str, Any] = {
@@ -89,7 +89,7 @@ def shard(module: Net, *, offloads: bool = False) -> Net:
 
 
 def train(module: Net, optimizer: torch.optim.Optimizer, case: str, steps: Iterable[int], rank: int) -> list[float]:
-    """Train, and return the losses of this rank's half batches."""
+    """Train on this rank's half of each batch, and return the losses."""
     losses = []
     for number in steps:
         loss = loss_of(module, number, rank)
@@ -105,7 +105,7 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
 
 def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
-    """Return all averages of weights, unsharded, if the optimizer computes averages."""
+    """Return the averages of all weights, unsharded, or an empty dict if the optimizer computes no averages."""
     if not optimizer.ema_decay:
         return {}
     with optimizer.averaged_parameters():
@@ -113,7 +113,7 @@ def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, T
 
 
 def said(spoil: Callable[[], object]) -> str:
-    """Return the message of the raised error."""
+    """Call ``spoil``, and return the message of the error that it raises, or ``nothing``."""
     try:
         spoil()
     except (ValueError, TypeError) as error:
@@ -122,7 +122,7 @@ def said(spoil: Callable[[], object]) -> str:
 
 
 def refusals(module: Net, folder: Path) -> dict[str, str]:
-    """Return the errors of impossible requests."""
+    """Make requests that must be refused, and return their error messages."""
     from torch.distributed.tensor import Partial, distribute_tensor
 
     matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
@@ -161,7 +161,7 @@ def refusals(module: Net, folder: Path) -> dict[str, str]:
 
 
 def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
-    """Train with everything in RAM, with state on a drive, and with a stop halfway and two kinds of resume."""
+    """Train with state in RAM, with state on a drive, and with a stop and resume halfway for each checkpoint format."""
     dtype, _, _, resumed = CASES[case]
     found: dict[str, Any] = {}
     for place in ("ram", "nvme"):
@@ -202,7 +202,7 @@ def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: str | None) -> None:
-    """Resume from the generation named in a file, or from a save of torch.distributed.checkpoint."""
+    """Load the state saved halfway, from the generation that a file names or from a torch distributed checkpoint."""
     if file is not None:
         module.load_state_dict(half)
         optimizer.load_state_dict(torch.load(folder / file))
@@ -217,6 +217,6 @@ def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: 
 
 
 def run_all(world: World, folder: Path) -> dict[str, Any]:
-    """Run all cases, and the requests that must raise errors."""
+    """Run all cases, and make the requests that must be refused."""
     results: dict[str, Any] = {case: run(case, world.rank, folder / case) for case in CASES}
     return {**results, "refused": refusals(shard(make(torch.float32)), folder / "refused")}

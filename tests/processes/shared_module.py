@@ -1,4 +1,4 @@
-"""A job of several ranks that share an offloaded module."""
+"""A job for several ranks, which share one offloaded module."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tiered import TieredStore
 from tiered.errors import TieredError
 
 LANES, STEPS = 4, 3
-#: Case -> dtype of the parameters, options of the optimizer, homes of weights, gradients and state.
+#: Case -> (parameter dtype, optimizer options, home tier of weights, gradients and state).
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "fp32": (torch.float32, {"max_grad_norm": 0.5, "ema_decay": 0.5}, "nvme"),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
     "gpu": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
 }
-#: Cases on a software CUDA device, with the minimum size of its tier.
+#: Case that runs on a software CUDA device -> size of the GPU tier.
 ON_GPU = {"gpu": "6MiB"}
 
 
 class Net(nn.Module):
-    """Module with layers longer than the shards of four ranks, tied weights, a frozen part and an unused parameter."""
+    """Module with layers large enough to be split over four ranks, tied weights, a frozen bias and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Net(nn.Module):
 
 
 def make(dtype: torch.dtype, seed: int = 0) -> Net:
-    """Return the module that all ranks share."""
+    """Return the initial module. With the same seed, it is the same on all ranks."""
     torch.manual_seed(seed)
     return Net().to(dtype)
 
 
 def loss_of(module: nn.Module, step: int, lane: int, **options: Any) -> Tensor:
-    """Return the loss of one lane's part of a batch. One part has no labels."""
+    """Return the loss of one lane's part of a batch. One part has zero loss, like a part without labels."""
     tokens = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(LANES * step + lane))
     tokens = tokens.to(next(module.parameters()).device)
     logits = module(tokens, **options).float().flatten(0, 1)
@@ -76,7 +76,7 @@ def open_store(folder: Path, gpu: str | None = None) -> TieredStore:
 
 @contextmanager
 def device_of(case: str) -> Iterator[None]:
-    """Install the compute device of a case."""
+    """Install the software CUDA device in the context, if the case runs on it."""
     if case not in ON_GPU:
         yield
         return
@@ -85,7 +85,7 @@ def device_of(case: str) -> Iterator[None]:
 
 
 def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megatrain.TieredAdamW]:
-    """Return the offloaded module and the optimizer for the runs of a case."""
+    """Return the offloaded module and the optimizer of a case."""
     dtype, settings, home = CASES[case]
     given = {"group": torch.distributed.group.WORLD, "gradient_lanes": LANES, **options}
     module = megatrain.offload(make(dtype), store, weights=home, gradients=home, **given)
@@ -94,7 +94,7 @@ def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megat
 
 
 def train(module: Net, optimizer: megatrain.TieredAdamW, steps: range) -> tuple[dict[str, float], list[float | None]]:
-    """Train, and return the losses by step and lane, and the norms."""
+    """Train, and return the losses of this rank by step and lane, and the gradient norm of each step."""
     losses, norms = {}, []
     for step in steps:
         for lane in megatrain.gradient_lanes(module):
@@ -108,12 +108,12 @@ def train(module: Net, optimizer: megatrain.TieredAdamW, steps: range) -> tuple[
 
 
 def copied(module: nn.Module) -> dict[str, Tensor]:
-    """Return all weights."""
+    """Return copies of all weights, on the CPU."""
     return {name: one.cpu().clone() for name, one in module.state_dict().items()}
 
 
 def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
-    """Return all averages of weights, if the optimizer computes averages."""
+    """Return the averages of all weights, or an empty dict if the optimizer computes no averages."""
     if not optimizer.ema_decay:
         return {}
     with optimizer.averaged_parameters():
@@ -121,7 +121,7 @@ def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, T
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
-    """Train without a stop, and with a stop halfway and a resume."""
+    """Train without interruption, and with a stop and resume after the first step. Return what was observed."""
     found: dict[str, Any] = {}
     if gpu := ON_GPU.get(case):
         with open_store(folder / "tight", "2MiB") as store:
@@ -154,7 +154,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 def said(spoil: Callable[[], object]) -> str:
-    """Return the message of the raised error."""
+    """Call ``spoil``, and return the type and message of the error that it raises, or ``nothing``."""
     try:
         spoil()
     except (RanksDifferError, TieredError, ValueError, TypeError, RuntimeError) as error:
@@ -163,7 +163,7 @@ def said(spoil: Callable[[], object]) -> str:
 
 
 def refusals(rank: int, folder: Path) -> dict[str, str]:
-    """Return the errors of ranks with different calls, and of impossible requests."""
+    """Make calls that differ between ranks, and requests that must be refused. Return the error messages."""
     found = {}
     with open_store(folder) as store:
         module, optimizer = offloaded("fp32", store)
@@ -189,8 +189,8 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
 
 
 def run_all(world: World, folder: Path, cases: Sequence[str]) -> dict[str, Any]:
-    """Run some cases, and with two ranks also the requests that must raise errors."""
-    if world.is_single:  # offload with a group of one rank
+    """Run the given cases. With two ranks, also make the requests that must be refused."""
+    if world.is_single:  # a single rank also passes a process group to offload
         torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {}
     for case in cases:

@@ -1,9 +1,9 @@
-"""Separate Python processes that start immediately, because they are forked from a process with all imports.
+"""Starts Python processes immediately, by forking a process that has already imported everything.
 
-A new interpreter needs five core seconds to import torch, transformers and megatrain. ``Popen`` and ``run`` here have
-the arguments of ``subprocess``. A command ``[sys.executable, ...]`` is forked from a server, which imports and plans
-once per pytest process and starts no thread. The processes are real, with their own pid, signals, terminal and exit
-status. Tests of the start itself, imports, or resident memory use ``subprocess``.
+A new interpreter needs five seconds of CPU time to import torch, transformers and megatrain. ``Popen`` and ``run`` of
+this module take the same arguments as ``subprocess``, but fork commands ``[sys.executable, ...]`` from a server. Each
+pytest process has one server, which imports and plans once and starts no threads. The forked processes are real, with
+their own pid, signals, terminal and exit status. Tests of startup, imports or resident memory use ``subprocess``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PRELOADED = (
     "megatrain_tier_cli.run",
     "oracles.traces",
 )
-#: Config that the server plans once, because filling the caches of a first plan takes a core second.
+#: Config that the server plans once. A first plan fills caches, which takes a second of CPU time.
 PLANNED = """task = "pretrain"
 output_dir = "{folder}/out"
 device = "cpu"
@@ -81,9 +81,9 @@ class Popen(subprocess.Popen[Any]):
     """``subprocess.Popen`` that forks Python commands from the server.
 
     Args:
-        is_terminal: Whether stdin is the controlling terminal of the session.
+        is_terminal: Whether stdin becomes the controlling terminal of the session.
         ignored: Signals to ignore from the start, as with ``nohup``.
-        with_children: Whether to fork its Python child processes from the server as well.
+        with_children: Whether Python programs that the process starts are also forked from a warm server.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _WithChildren(Popen):
 
 
 def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program and return its output. It is killed after ``timeout`` seconds."""
+    """Run a program and return its result. Kill the program after ``timeout`` seconds."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Popen(list(command), **{**streams, **options}) as process:
         try:
@@ -143,8 +143,8 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
         payload = json.dumps(request).encode()
-        # When the intermediate process ends, before the server's answer, the new process goes to the nearest subreaper
-        # above the server. It must not last longer: orphans of programs under test belong to init.
+        # The intermediate process ends before the server answers. The nearest subreaper above the server then adopts the
+        # new process, so this process must be a subreaper. After that, init must adopt orphans of tested programs.
         _set_subreaper(True)
         try:
             socket.send_fds(connection, [len(payload).to_bytes(8, "little")], list(streams))
@@ -155,7 +155,7 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     if len(answer) != 8:
         raise RuntimeError("the server of warm processes is gone")
     pid = int.from_bytes(answer, "little")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises an error if it is not a child
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises an error if not our child
     return pid
 
 
@@ -167,7 +167,7 @@ def _set_subreaper(is_one: bool) -> None:
 def _start_server() -> None:
     global _address
     listener = _listen()
-    # The server ends with this process, which closes the other end of the server's stdin.
+    # The server ends when this process ends, because the server's stdin is then closed.
     server = subprocess.Popen(
         [sys.executable, __file__, str(listener.fileno())],
         stdin=subprocess.PIPE,
@@ -184,7 +184,7 @@ def _start_server() -> None:
 
 
 def _listen() -> socket.socket:
-    """Return a listening socket for requests of this process."""
+    """Choose a new ``_address``, and return a socket that listens there for requests of this process."""
     global _address
     _address = f"\0warm-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX)
@@ -194,18 +194,18 @@ def _listen() -> socket.socket:
 
 
 def _preload() -> None:
-    sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # replaces the folder of this file
+    sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # replace the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
-    if not torch.backends.cuda.is_built():  # autograd starts threads in builds with CUDA, which children would lack
+    if not torch.backends.cuda.is_built():  # in CUDA builds, a plan starts autograd threads, which a fork loses
         _plan_once()
     del sys.path[:2]
     assert threading.active_count() == 1, threading.enumerate()
-    gc.freeze()  # a collection in a child would copy every page
+    gc.freeze()  # otherwise, a garbage collection in a child would copy every memory page
 
 
 def _plan_once() -> None:
-    """Load the update kernels, and fill torch's cache of fake results and transformers' table of conversions."""
+    """Plan one run. This loads the update kernels, and fills caches of fake tensors in torch and of transformers."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from megatrain.config import load_config
@@ -221,7 +221,7 @@ def _plan_once() -> None:
 
 
 def _keep_traces() -> None:
-    """Use the shared traces (``oracles.traces``) if the starting process uses them."""
+    """Use the shared traces (``oracles.traces``) if the process that sent the request uses them."""
     from megatrain.plan import traced
 
     traces: Any = sys.modules["oracles.traces"]
@@ -230,10 +230,10 @@ def _keep_traces() -> None:
 
 
 def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork a process for each request. In the new process, return the request.
+    """Fork a process for each request. Return the request in the new process; never return in the server.
 
     Args:
-        owner: File descriptor that reaches end-of-file when no requester is left.
+        owner: File descriptor that reaches end-of-file when the process that sends requests has ended.
     """
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -265,7 +265,7 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
             return request
         os.write(writer, pid.to_bytes(8, "little"))
         os._exit(0)
-    os.waitpid(between, 0)  # after the intermediate process has ended, the requester is the parent
+    os.waitpid(between, 0)  # then the requester is the parent of the new process
     connection.sendall(os.read(reader, 8))
     for fd in (reader, writer, *streams):
         os.close(fd)
@@ -273,14 +273,14 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """Set streams, folder, environment and session as in a new interpreter. Return the program to run."""
+    """Set streams, working directory, environment and session as requested. Return the command line to run."""
     if request["with_children"]:
         listener, (reader, writer) = _listen(), os.pipe()
         if os.fork() == 0:  # this fork is the server for the children of the process
             os.close(writer)
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in (*request["streams"], 0, 1, 2):
-                os.dup2(nothing, fd)  # close the streams, so that readers of the program's output see its end
+                os.dup2(nothing, fd)  # do not keep the program's streams open: readers wait for end-of-file
             return _become(_serve(listener, reader))
         listener.close()
         os.close(reader)
@@ -309,7 +309,7 @@ def _become(request: dict[str, Any]) -> list[str]:
 
 
 def _start(words: Sequence[str]) -> None:
-    """Run the program of a command line like the interpreter."""
+    """Run the program of a command line as the interpreter would."""
     is_safe_path = False
     while words[0] in (*_WITHOUT_VALUE, "-W"):
         is_safe_path |= words[0] == "-P"

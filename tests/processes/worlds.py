@@ -1,4 +1,4 @@
-"""Jobs for ``processes.ranks`` that run steps, with results that must not depend on the number of ranks."""
+"""Jobs for ``processes.ranks`` that run training steps. Results must not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ from megatrain.training.weights import saved_shards
 
 @dataclass
 class RankResult:
-    """Observations of one rank, and its blocks at the end of a run.
+    """Observations of one rank, and the contents of its blocks at the end of a run.
 
     Attributes:
-        blocks: Blocks of weights and optimizer state, by key.
+        blocks: Contents of the blocks of weights and optimizer state, by key, without padding.
         moved: Bytes moved between tiers and between ranks, by link.
-        planned: Planned bytes of the same steps, by link.
-        tiers: Peak bytes and capacity of each tier, by name.
-        window: Peak bytes of full copies and sums, and the planned peak.
-        update_window: Peak bytes and planned peak of updates of sharded matrices.
+        planned: Bytes that the plan predicts for the same steps, by link.
+        tiers: (peak bytes, capacity in bytes) of each tier, by name.
+        window: (measured, planned) peak bytes of full copies and gradient sums.
         gathers_ahead: Number of visits between the gather of weights and their use.
-        passes: Whether the parts of the vocabulary are streamed one by one.
-        evaluations: Loss with the last weights and number of tokens, by set.
-        samples: Texts generated with the last weights, by set.
-        num_own_labels: Number of labels that this rank evaluates.
+        passes: Whether any tick has passing blocks, such as the parts of a large vocabulary.
+        evaluations: (loss with the last weights, number of tokens) of each evaluation set, by name.
+        samples: Texts generated with the last weights, by evaluation set.
+        num_own_labels: Number of labels that this rank evaluates itself.
         moved_by_evaluations: Bytes that evaluations moved, by link.
-        planned_of_evaluations: Planned bytes of the evaluations, by link.
+        planned_of_evaluations: Bytes that the plan predicts for the evaluations, by link.
         products: Shapes of the matrix products of weight gradients, `(M, K, N)`.
     """
 
@@ -69,7 +68,7 @@ class RankResult:
 
 
 def plan_of_rank(config: Path, world: World) -> Plan:
-    """Return a rank's plan for a config file, on which all ranks agree."""
+    """Return a rank's plan for a config file, and check that all ranks have the same program."""
     run = replace(resolve(load_config(config).config), world=world)
     if world.is_single:
         return plan_run(run)
@@ -94,8 +93,8 @@ def train(
 
     Args:
         folder: Folder of the test.
-        configs: Config text of each rank. Further ranks use the last text.
-        change: Changes the micro-batches of a step in place, given the micro-batches and the step's number.
+        configs: Config text of each rank. If there are more ranks than texts, the last text is used for the others.
+        change: Function that changes the micro-batches of a step in place, given the micro-batches and the step number.
     """
     from oracles.tiered_run import make_loader
 
@@ -140,7 +139,7 @@ def train(
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts(layout), strict=True))
             for block in plan.program.blocks.values():
                 if block.kind == "optimizer" and block.tensor_key.rpartition("/")[0] == layout.name:
-                    place = saved.get(block.key)  # one process has all packed state, without a saved place
+                    place = saved.get(block.key)  # a single process owns all packed state, which has no saved range
                     parts[block.key] = range(block.num_elements) if place is None else place.owned
             for key, owned in parts.items():
                 home = plan.placement.homes[key]
@@ -203,7 +202,10 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
-    """Return a digest of each block of weights and state, joined from parts and shards without padding."""
+    """Return a digest of the weights and of each kind of state of each unit.
+
+    Parts and shards are joined without padding, so the digests do not depend on the number of ranks.
+    """
     joined: dict[str, list[Tensor]] = {}
     for key in results[0].blocks:
         name, _, kind = key.rpartition("/")
