@@ -1,4 +1,4 @@
-"""Fixture of the installed command, or of the command in its folder if the project is not installed."""
+"""Fixtures for the command: the installed package, or the folder ``cli`` if the project is not installed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ lr_scheduler_type = "constant"
 [tiers.ram]
 size = "64MiB"
 """
-#: Files of a run before its first save.
+#: Files in a run's output folder before its first save.
 OWN_FILES = ("LOCK", "config.resolved.toml", "plan.json", "status.json")
 NVME = '[[tiers.nvme]]\npath = "scratch"\nsize = "64MiB"\n'
 GPT2 = '{"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 1024}'
@@ -55,7 +55,7 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
 
 @dataclass
 class Work:
-    """A folder with a config, a model and data that train; each case breaks one of them."""
+    """Folder with a valid config, model and data. Each case breaks one of them."""
 
     folder: Path
     group: object
@@ -74,7 +74,7 @@ class Work:
         self.text += text
 
     def rows(self, *lines: str, task: str = "pretrain") -> None:
-        """Train on these lines of a .jsonl file."""
+        """Write the lines to a .jsonl file, and make it the training data."""
         (self.folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
         self.swap("data.txt", "rows.jsonl")
         self.swap('task = "pretrain"', f'task = "{task}"')
@@ -99,14 +99,14 @@ class Work:
         return CliRunner().invoke(self.group, words)  # type: ignore[arg-type]
 
     def tree(self) -> dict[str, bytes | None]:
-        """Return everything below the folder: path -> contents, None for a folder."""
+        """Return the contents of each file below the folder, by path, or None for folders. Skip ``run.toml``."""
         paths = [path for path in self.folder.rglob("*") if path.name != "run.toml"]
         return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the inputs of a run; a run made its model."""
+    """Return a folder with the inputs of a run: a model and data."""
     folder = tmp_path_factory.mktemp("good")
     make_model(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:1500])
@@ -212,7 +212,7 @@ def test_missing_config_is_reported(work: Work) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Start a process that locks a drive's folder."""
+    """Start a process that locks a drive's folder during the context, and yield its pid."""
     script = (
         "import sys, tiered.tiers.directory as d; t = d.TierDirectory(sys.argv[1]); print('locked', flush=True);"
         "sys.stdin.read()"

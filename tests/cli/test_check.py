@@ -1,4 +1,7 @@
-"""``megatrain-tier check`` reports every mistake at once, exits with the code of the first kind and writes nothing."""
+"""``megatrain-tier check`` reports all mistakes at once and writes nothing.
+
+Its exit code is the first of 2, 3, 4 and 1 that applies.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_all_is_well(run: SavedRun) -> None:
 
 
 def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
-    """The remarks are the same as for training rows, with the name of the evaluation set."""
+    """Rows of an evaluation set get the same notes as training rows, with the name of the set in front."""
     rows = [{"prompt": f"hello {n}", "completion": "" if n % 9 == 0 else "end <|endoftext|> here"} for n in range(20)]
     (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tables = {"more": '[[data.eval]]\npath = "held.jsonl"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'}
@@ -71,7 +74,7 @@ def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
 
 
 def test_rows_longer_than_learned_positions(run: SavedRun) -> None:
-    """For a reward model, every planning command refuses such rows once, before it traces the model."""
+    """If ``max_length`` exceeds the positions of a reward model, ``check``, ``plan`` and ``run`` refuse it."""
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = {"model_type": "bert", "vocab_size": 1024, "max_position_embeddings": 16, **size}
     (run.folder / "model/config.json").write_text(json.dumps(bert))
@@ -105,10 +108,10 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
 
 
 def test_exit_code_follows_the_order_of_kinds(run: SavedRun) -> None:
-    """The order is 2, 3, 4, 1, whatever is checked first: one mistake of each kind, fixed one after the other."""
+    """With one mistake of each kind, fixed one after the other, the exit codes are 2, 3, 4 and 1 in this order."""
     mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
     run.out.mkdir()
-    (run.out / "LOCK").symlink_to("elsewhere")  # the system refuses to open it
+    (run.out / "LOCK").symlink_to("elsewhere")  # the system refuses to open the lock file
     text = (run.folder / "data.txt").read_bytes()
     (run.folder / "data.txt").write_bytes(b"\xff")
     assert check(run, **mistakes).exit_code == 2
@@ -180,7 +183,7 @@ def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
 
 
 def test_refusals_are_no_part_of_assertions(run: SavedRun) -> None:
-    """`python -O` drops assert statements, and must find the same mistakes."""
+    """`python -O` drops assert statements, but ``check`` must find the same mistakes."""
     words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000", "--json")
     command = [sys.executable, "-O", "-m", "megatrain", "check", str(run.write_config(steps=-1)), *words]
     found = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
@@ -264,7 +267,7 @@ def test_missing_tracker_is_reported(run: SavedRun, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_weights_that_are_no_numbers(run: SavedRun, value: float) -> None:
-    """All of them are found, whatever their number and position; a run would stop only after it loaded for a while."""
+    """All tensors with NaN or infinite values are named. A run would find them only after loading for a while."""
     path = run.folder / "model/model.safetensors"
     tensors = load_file(path)
     spoiled = sorted(tensors)[1:3]
@@ -280,7 +283,7 @@ def test_weights_that_are_no_numbers(run: SavedRun, value: float) -> None:
 
 
 def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
-    """The adapter folder may have a config.json or none; peft writes none."""
+    """An adapter folder is recognized with and without a config.json, which peft does not write."""
     model = run.folder / "model"
     (model / "model.safetensors").rename(model / "adapter_model.safetensors")
     (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
@@ -292,7 +295,7 @@ def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification"])
 def test_a_model_of_another_task_is_named_with_the_way_to_train_it(run: SavedRun, task: str) -> None:
-    """The checkpoint is as transformers saves it: its tensors differ from the language model's."""
+    """The model folder is saved by transformers. Its tensors differ from the tensors of a language model."""
     import transformers
 
     auto = getattr(transformers, f"AutoModel{task}")

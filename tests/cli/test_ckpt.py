@@ -1,4 +1,4 @@
-"""``megatrain-tier ckpt``: listing and removing the checkpoints of a run."""
+"""``megatrain-tier ckpt``: listing, verifying and removing the checkpoints of a run."""
 
 from __future__ import annotations
 

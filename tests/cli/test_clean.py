@@ -1,4 +1,4 @@
-"""``megatrain-tier clean`` removes the scratch of dead runs, and nothing else."""
+"""``megatrain-tier clean`` removes the scratch files of dead runs, and nothing else."""
 
 from __future__ import annotations
 

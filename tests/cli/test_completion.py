@@ -1,4 +1,4 @@
-"""``megatrain-tier completion``: scripts that shells accept, and completion without an import of torch."""
+"""``megatrain-tier completion`` prints valid shell scripts, and words are completed without importing torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_unknown_shell() -> None:
 
 
 def completed(words: str, number: int) -> list[str]:
-    """Return the program's answer to a shell that completes word ``number``."""
+    """Return the completions that the command offers a shell for word ``number``."""
     variable = "_MEGATRAIN_TIER_COMPLETE"
     environment = {**os.environ, variable: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
     code = (

@@ -29,7 +29,7 @@ def run(untrained: SavedRun, tmp_path: Path) -> SavedRun:
 
 @pytest.fixture
 def start(run: SavedRun) -> Iterator[Start]:
-    """Start the run in a process that does not outlive the test, and return when a step is done."""
+    """Return a function that starts the run in a process and waits for a step. The process is killed after the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(*options: str, until_step: int = 1, **config: str) -> subprocess.Popen[str]:
@@ -58,7 +58,7 @@ def test_save_continues_and_stop_ends_the_run(run: SavedRun, start: Start) -> No
     assert result.exit_code == 0, result.output
     assert f"asked process {process.pid}" in result.stderr
     saved = committed_step(run.out)
-    assert saved is not None and saved >= before  # the request may arrive before the step that status shows has ended
+    assert saved is not None and saved >= before  # the step that status shows may still be running
     assert result.stdout == f"saved  checkpoint at step {saved}\n"
     assert process.poll() is None, "it continues"
     again = run.call("save", run.out, "--json")
@@ -78,7 +78,7 @@ def test_save_continues_and_stop_ends_the_run(run: SavedRun, start: Start) -> No
 
 
 def test_a_living_run_locks_its_folder_again_after_the_lock_was_removed(run: SavedRun, start: Start) -> None:
-    """``rm -rf`` on the folder of a live run removes the lock, and may miss files that the run writes meanwhile."""
+    """``rm -rf`` on the folder of a live run removes the lock, but may miss files that the run is writing."""
     process = start()
     (run.out / "LOCK").unlink()
     deadline = time.monotonic() + 60
@@ -149,7 +149,7 @@ def test_starting_run_gets_no_signal(run: SavedRun) -> None:
 
 
 def test_waiting_ends(run: SavedRun) -> None:
-    """This process holds the folder, receives the signals and does nothing."""
+    """The test process locks the run's folder, and receives the signals without acting on them."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda n, _: heard.append(n)) for number in (signal.SIGUSR1, signal.SIGTERM)
@@ -175,7 +175,7 @@ def test_waiting_ends(run: SavedRun) -> None:
 def test_any_later_checkpoint_answers_a_save_request(
     run: SavedRun, checkpoint: tuple[int, str], is_enough: bool
 ) -> None:
-    """The request comes after step 3, so any checkpoint with those steps answers it. This process plays the run."""
+    """The request arrives after step 3, so a checkpoint of step 3 or later answers it. The test acts as the run."""
 
     def save(number: int, frame: object) -> None:
         status = RunStatus("training", step=4, checkpoint_step=checkpoint[0], checkpoint_at=checkpoint[1])

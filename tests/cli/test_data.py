@@ -1,4 +1,4 @@
-"""``megatrain-tier data``: rows with their trained tokens marked, and figures over all rows."""
+"""``megatrain-tier data`` shows rows with their trained tokens marked, and statistics of all rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_preview_marks_trained_tokens(config: Path) -> None:
 
 
 def test_preview_imports_no_torch(config: Path) -> None:
-    """A separate process without torch shows the same text as a process with torch."""
+    """A process that does not import torch prints the same text as a process with torch."""
     alone, has_torch = call_in_new_process("data", "preview", config)
     assert alone.returncode == 0 and not has_torch, alone.stderr
     assert "PyTorch" not in alone.stderr, "transformers reports nothing"
@@ -88,7 +88,7 @@ def test_stats(config: Path) -> None:
 
 
 def test_padding_of_a_batch_in_tokens(config: Path) -> None:
-    """The planner cuts the batch into micro-batches, and their rows are padded together."""
+    """A batch given in tokens is padded like a batch given in rows: the rows of a micro-batch are padded together."""
     (config.parent / "rows.jsonl").write_text("\n".join(row("Call me Ishmael. " * count) for count in (1, 2, 1, 2)))
     shares = []
     for batch in ("train_batch_tokens=256", "per_device_train_batch_size=4"):
@@ -142,7 +142,7 @@ def test_mistakes(config: Path) -> None:
 def test_a_piped_command_prints_its_progress_after_a_second(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each activity that outlasts the first second gets one line; a faster command gets none."""
+    """After the first second, each activity prints one line. A faster command prints no progress."""
     terminal = sys.modules[f"{command_group().callback.__module__.rpartition('.')[0]}.terminal"]
     monkeypatch.setattr(terminal, "_is_own_process", lambda: True)
     monkeypatch.setattr(terminal, "_FIRST_LINE_DELAY_S", 3600.0)

@@ -1,4 +1,4 @@
-"""The doctor command: the folders it measures, its output and records, and its refusals."""
+"""The command `doctor`: the folders that it measures, its output, the profile that it stores, and its errors."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ PAGE = Path(__file__).parents[2] / "docs/cli.md"
 
 @pytest.fixture
 def writer() -> dict[str, Any]:
-    """The names of the script that writes the page."""
+    """Return the global names of the script that writes the page."""
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     return runpy.run_path(str(PAGE.with_name("commands.py")))
 
 
 def sections(text: str) -> dict[str, str]:
-    """Return the section of each command."""
+    """Return the sections of the page, by command."""
     parts = re.split(r"^## `megatrain-tier (.+)`$", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier export``: options, messages, and a folder that transformers opens."""
+"""``megatrain-tier export``: its options, its messages and the files that it writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from processes.saved_run import ROOT, SavedRun, command_words, make_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A bf16 run, saved at steps 2 and 4; tests only read it."""
+    """Return a finished bf16 run with checkpoints of steps 2 and 4. Tests only read it."""
     made = make_run(tmp_path_factory.mktemp("trained") / "w")
     result = made.run(steps=4, dtype="bfloat16")
     assert result.exit_code == 0, result.output
@@ -33,7 +33,7 @@ def test_the_newest(run: SavedRun, tmp_path: Path) -> None:
     before, folder, option = others[0].rsplit(maxsplit=2)
     assert first == f"model  {tmp_path / 'out'}" and before.endswith("megatrain-tier generate")
     assert option == "--interactive"
-    assert Path(folder).resolve() == (tmp_path / "out").resolve()  # as seen from here, if that is shorter
+    assert Path(folder).resolve() == (tmp_path / "out").resolve()  # may be relative to the working directory
     said = "\n".join(others)
     for tool in ("vllm serve", "lm_eval --model hf --model_args pretrained=", "convert_hf_to_gguf.py"):
         assert f"{tool}" in said
@@ -55,7 +55,7 @@ def test_options(run: SavedRun, tmp_path: Path) -> None:
 
 
 def test_an_earlier_export_is_kept(run: SavedRun, tmp_path: Path) -> None:
-    """Only --overwrite replaces an export; the run's folder `final` names its checkpoint."""
+    """Only --overwrite replaces an earlier export. The run's folder `final` selects the checkpoint to export."""
     assert run.call("export", run.out, tmp_path / "out", "--step", 2).exit_code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     refused = run.call("export", run.out / "final", tmp_path / "out")
@@ -82,7 +82,7 @@ def test_the_model_is_elsewhere_now(run: SavedRun, tmp_path: Path) -> None:
 def read_terminal(fd: int) -> bytes:
     try:
         return os.read(fd, 1 << 16)
-    except OSError:  # EIO: the other side is closed
+    except OSError:  # EIO: the other end is closed
         return b""
 
 

@@ -23,7 +23,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A finished run; tests only read it."""
+    """Return a finished run. Tests only read it."""
     made = make_run(tmp_path_factory.mktemp("trained") / "w")
     result = made.run(steps=2)
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def converse(folder: Path, lines: str, *words: object) -> Result:
 
 
 def generated(folder: Path, text: str, count: int = 5) -> str:
-    """Return the greedy answer of transformers alone."""
+    """Return the text that transformers generates greedily, without this project."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)["input_ids"]
     made = model.generate(input_ids=tokens, max_new_tokens=count, do_sample=False)

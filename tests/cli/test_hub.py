@@ -1,4 +1,4 @@
-"""Models named by their hub id, and exports pushed to the hub, against a server with the hub's protocol."""
+"""Models given by hub id, and exports pushed to the hub. A fake server implements the hub's protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ID = "someone/tiny"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model in three shards and some text; the model's folder exists only on the hub."""
+    """Return a run folder with some text. Its model, in three files, exists only on the hub."""
     run = make_run(tmp_path_factory.mktemp("hub") / "w")
     source = run.folder / "model"
     whole = AutoModelForCausalLM.from_pretrained(source)
@@ -40,14 +40,14 @@ def hub(made: SavedRun) -> Iterator[FakeHub]:
 
 
 class Machine:
-    """A machine with an empty hub cache, and one run on it."""
+    """Simulated machine with an empty hub cache and one run."""
 
     def __init__(self, hub: FakeHub, made: SavedRun, folder: Path) -> None:
         self.run = made.copy(folder / "w")
         self.hub, self.cache = hub, folder / "hf"
 
     def call(self, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        # A new interpreter: huggingface_hub reads its environment when it is imported.
+        # Start a new interpreter, because huggingface_hub reads environment variables when it is imported.
         base = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         own = {"HF_ENDPOINT": self.hub.address, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_XET": "1"}
         return subprocess.run(

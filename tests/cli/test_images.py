@@ -1,4 +1,4 @@
-"""`check`, `plan` and `data preview` read a config with images; wrong folders give a message and an exit code."""
+"""`check`, `plan` and `data preview` support images. Invalid folders and rows give a message and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier init``: its file loads, passes `check` if its paths exist, and overwrites nothing."""
+"""``megatrain-tier init`` writes a config that loads, and passes `check` if its paths exist. It overwrites no file."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_adapters(here: Path) -> None:
     assert call("init", "full.toml").exit_code == 0
     text = Path("full.toml").read_text()
     assert not load_config("full.toml").config.lora.is_on and "\n# [lora]\n# r = 16 " in text
-    for line in ("[lora]", "r = 16 ", "lora_alpha = 32 "):  # as the comment says
+    for line in ("[lora]", "r = 16 ", "lora_alpha = 32 "):  # as the comment in the file says
         text = text.replace(f"\n# {line}", f"\n{line}")
     Path("full.toml").write_text(text.replace("learning_rate = 1e-05", "learning_rate = 0.0001"))
     loaded = load_config("full.toml")
@@ -290,14 +290,14 @@ def test_chats_for_a_model_without_a_chat_template_are_reported(here: Path) -> N
 
 @pytest.mark.parametrize("name", ["models/Llama-3--8B", "models/..", "models/tiny."])
 def test_a_model_path_that_does_not_exist_yet_is_written(here: Path, name: str) -> None:
-    """The hub's library raises for these names."""
+    """huggingface_hub raises an error for these names."""
     result = call("init", "--model", name)
     assert result.exit_code == 0, result.output
     assert f'model_name_or_path = "{name}"' in (here / "run.toml").read_text()
 
 
 def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network is used, and `init` prints nothing about a model that is not in the cache."""
+    """`init` does not use the network, and prints nothing about a model that is not in the cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commit = "0123456789" * 4
@@ -320,7 +320,7 @@ def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monke
 
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
 def test_generated_config_runs_unedited(here: Path, task: str) -> None:
-    """The file runs unedited, from `init` to generated text, and with two processes."""
+    """All commands from `init` to `generate` work with the unedited config, also for two processes."""
     make_run(here)
     Path("rows.jsonl").write_text('{"prompt": "Who?", "completion": " Ishmael."}\n' * 9)
     words = ["run.toml", "--model", "model", "--data", "data.txt" if task == "pretrain" else "rows.jsonl"]

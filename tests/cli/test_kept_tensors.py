@@ -1,4 +1,4 @@
-"""Text training of an image-text model: untrained tensors are reported, checked for changes and exported unchanged."""
+"""Training of an image-text model on text: kept tensors are reported, checked for changes and exported unchanged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from oracles.families import tiny_image_text_config
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 
 APART = ("--set", "data.packing=false")
-MTP = "mtp.layers.0.self_attn.q_proj.weight"  # transformers has no place for it and drops it silently
+MTP = "mtp.layers.0.self_attn.q_proj.weight"  # a tensor that transformers drops without a message
 
 
 def write_image_text_model(folder: Path) -> None:
-    """Replace the model of a run's folder by a tiny Qwen3.5 with a vision tower and a draft head."""
+    """Replace the model in a folder with a tiny Qwen3.5 that has a vision tower and a draft head."""
     config = tiny_image_text_config("qwen3_5")
     config.text_config.vocab_size = len(AutoTokenizer.from_pretrained(folder))
     (folder / "model.safetensors").unlink()

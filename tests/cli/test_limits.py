@@ -1,4 +1,4 @@
-"""For sizes and drives that this machine lacks, `run` refuses, `check` and `plan` mark them, and `plan` still plans."""
+"""`run` refuses sizes and drives that this machine lacks. `check` and `plan` report them, but `plan` still plans."""
 
 from __future__ import annotations
 

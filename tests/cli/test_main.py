@@ -1,4 +1,4 @@
-"""Commands, exit codes and messages. The trainer is replaced, because only the command is tested here."""
+"""Commands, exit codes and messages. A fake replaces the trainer, because these tests cover only the command line."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -86,7 +86,7 @@ SUMMARY = RunSummary(
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch, cli_module: CliModule) -> dict[str, Any]:
-    """Replace the trainer by one that follows this dict; it stores its config in the dict."""
+    """Replace the trainer with a fake. The returned dict controls the fake, which stores its config in the dict."""
     asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
 
     class ReplacedTrainer:
@@ -234,7 +234,7 @@ def test_a_session_maps_its_options_to_an_exit_code(
 
 
 def test_options_of_a_run_reach_its_processes(cli_module: CliModule) -> None:
-    """A dry run starts no processes, so the words lack it."""
+    """A dry run starts no processes, so the arguments for the processes lack ``--dry-run``."""
     shared = cli_module("options")
     source = shared.ConfigSource(Path("a.toml"), (Path("b.toml"),), ("seed=1", "lr=2"))
     options = shared.RunOptions(source, dry_run=True, allow_config_change=True, as_json=True)
@@ -449,7 +449,7 @@ def test_gpu_memory_grows_in_pieces_unless_the_user_chose(
 
 
 def test_every_expected_error_exists(cli_module: CliModule) -> None:
-    """The table names classes as text to avoid heavy imports; a renamed class would be missed silently."""
+    """The table names classes as text to avoid heavy imports. Without this test, a renamed class would go unnoticed."""
     for module_name, class_name, code in cli_module("main").EXPECTED_ERRORS:
         kind = getattr(importlib.import_module(module_name), class_name)
         assert issubclass(kind, Exception), class_name
@@ -488,7 +488,7 @@ def test_an_interrupt_during_imports_has_no_traceback(cli_package: str) -> None:
 
 @contextlib.contextmanager
 def full_drive(limit: int) -> Iterator[None]:
-    """Limit the size of every file, as a drive with that much space would."""
+    """Limit the size of every file to ``limit`` bytes, to simulate a drive without space."""
     before, writes_no_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # an import would leave a truncated .pyc file
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -526,7 +526,7 @@ def test_a_replaced_file_keeps_its_mode(cli_module: CliModule, tmp_path: Path) -
 
 
 def test_files_are_written_into_pipes(tmp_path: Path) -> None:
-    """``/dev/stdout`` resolves to a name that does not exist if it is a pipe."""
+    """If stdout is a pipe, ``/dev/stdout`` resolves to a path that does not exist."""
     words = [sys.executable, "-m", "cli", "config", "schema", "-o", "/dev/stdout"]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and result.stdout.startswith("{"), result.stderr
@@ -553,7 +553,7 @@ def test_a_file_in_a_folder_without_new_files_is_written(
 def test_exclusive_files_overwrite_nothing(
     cli_module: CliModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
-    """This includes a file that another program wrote after the command checked."""
+    """They also spare a file that another program creates after the command has checked that none exists."""
 
     def link(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")

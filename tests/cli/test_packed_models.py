@@ -1,4 +1,4 @@
-"""Packing with models that keep documents of one row apart, and with models that do not."""
+"""Packing with models that keep the documents of a row separate, and with models that do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes.saved_run import SavedRun, make_run
 
 OFF = "data.packing, on by default, is off"
 SCAN: dict[str, Any] = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-#: This model makes its masks without positions, whatever its attention could do with them.
+#: This model ignores positions when it makes its masks, even if its attention could use them.
 ATTENTION: dict[str, Any] = {
     "model_type": "gpt_oss",
     "hidden_size": 32,
@@ -27,7 +27,7 @@ ATTENTION |= {"num_experts_per_tok": 1, "layer_types": ["sliding_attention", "fu
 
 
 def make_mixing_run(folder: Path, values: dict[str, Any]) -> SavedRun:
-    """Return a folder with a model of another family, and documents of which several fit into a row."""
+    """Create a run folder with a random model of another family, given by config values, and return the run."""
     make_run(folder)
     model = folder / "model"
     vocab_size = len(AutoTokenizer.from_pretrained(model))

@@ -1,4 +1,4 @@
-"""Preferences at the command line: checks before a run, and one message for each mistake."""
+"""Preference training on the command line: previews, checks, one message for each mistake, and a complete run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command on quantized folders as published: plan, run, stop, resume, the adapter, its merge."""
+"""Commands on quantized models in published formats: a run, its resume, its plan, and the merge of its adapter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_stops_continues_and_gives_an_adapter_that_peft_opens(method: str,
     tables = {"top": "", "more": f'{LORA}[export]\ndtype = "float32"\n', "steps": 3}
     done = run.run(out="whole", **tables)
     assert done.exit_code == 0, done.output
-    for steps in (2, 3):  # in another place, and from its checkpoint
+    for steps in (2, 3):  # read weights from the model folder; the second start resumes
         done = run.run(out="parts", placement=FOLDER, **{**tables, "steps": steps})
         assert done.exit_code == 0, done.output
     assert losses("parts") == losses("whole") and len(losses("whole")) == 3

@@ -1,4 +1,4 @@
-"""``run`` in several processes: the output that the user sees."""
+"""``run`` with several processes: messages, results, checkpoints, stops and failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def options(*keys: str) -> list[str]:
     return [word for key in keys for word in ("--set", key)]
 
 
-#: Micro-batches for four ranks.
+#: One micro-batch for each of up to four ranks.
 BATCH = ("training.gradient_accumulation_steps=4",)
 OPTIONS = options(*BATCH, "checkpoint.save_strategy=no", "checkpoint.save_on_signal=false")
 
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
-    """Write a different config for one rank."""
+    """Write the run's config to ``path`` with one text replaced, for a rank that differs. Return the path."""
     text = run.write_config().read_text()
     assert before in text
     path.write_text(text.replace(before, after))
@@ -62,7 +62,7 @@ def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
 
 
 def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path) -> None:
-    """Each difference gives one message, which names the rank if only one rank differs; nothing is written."""
+    """Each difference gives one message, and nothing is written. An error of a single rank names the rank."""
     config = made.write_config()
     elsewhere = other_config(made, made.folder / "elsewhere.toml", '"model"', '"nowhere"')
     ended = run_ranks([config, elsewhere], *OPTIONS)
@@ -76,7 +76,7 @@ def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path)
     assert told.startswith(
         "error: the ranks do not have the same config: training.max_steps is 6 on rank 0, but 7 on rank 1."
     )
-    # The path is the same, but each rank finds another file there.
+    # Both ranks have the same path, but it leads to different files.
     (tmp_path / "data.txt").write_text((made.folder / "data.txt").read_text()[5:])
     here = options("data.train.0.path=/proc/self/cwd/data.txt")
     ended = run_ranks([config, config], *OPTIONS, *here, folders=[made.folder, tmp_path])
@@ -101,7 +101,7 @@ def test_a_dry_run_plans_for_the_processes(made: SavedRun) -> None:
 
 
 def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
-    """Write a config whose step is given in tokens, so it has no micro-batch keys."""
+    """Write a config with the batch size in tokens instead of the micro-batch size, and return its path."""
     path = made.write_config(**config)
     text = path.read_text().replace("per_device_train_batch_size = 2", f"train_batch_tokens = {tokens}")
     path.write_text(text)
@@ -109,7 +109,7 @@ def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
 
 
 def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -> None:
-    """Four rows would fit one micro-batch; three lanes need three. Any number of processes computes the same bits."""
+    """Four rows would fit into one micro-batch, but three lanes need three. Results do not depend on the processes."""
     found = []
     for size in (1, 3):
         run = made.copy(tmp_path / str(size))
@@ -125,7 +125,7 @@ def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -
     assert "Write train_batch_tokens = 256, or start at most 4 processes" in refused.output
     assert made.call(*words, "8", *options("train_batch_tokens=256", "tiers.ram.size=1GiB")).exit_code == 0
     assert made.call(*words, "4").exit_code == 0
-    # Two micro-batches: three processes are refused, and the number in the message runs.
+    # With two micro-batches, three processes are refused. The number of processes in the message works.
     words = ["run", in_tokens(made, 2 * 32), "--dry-run", "--processes"]
     assert "or start at most 2 processes" in made.call(*words, "3").output
     assert made.call(*words, "2").exit_code == 0
@@ -136,7 +136,7 @@ def test_errors_of_all_ranks_are_reported_once(made: SavedRun) -> None:
     assert ended.codes == [3] and len(ended.errors) == 1, ended.err
     assert ended.errors[0].startswith("error: does not fit: tier 'ram'")
     need, in_all = (int(number) for number in re.findall(r"at least (\d+) .* processes, (\d+) ", ended.errors[0])[0])
-    assert in_all == 2 * need  # the config's size is the machine's
+    assert in_all == 2 * need  # tiers.ram.size is the size for all processes together
 
 
 def test_externally_started_ranks_must_match_the_config(made: SavedRun) -> None:
@@ -147,7 +147,7 @@ def test_externally_started_ranks_must_match_the_config(made: SavedRun) -> None:
 
 
 def test_each_rank_selects_its_gpu_before_the_first_query(made: SavedRun, tmp_path: Path) -> None:
-    """CUDA reads the variable at its first query, even one for whether a GPU exists; setting it later has no effect."""
+    """CUDA reads CUDA_VISIBLE_DEVICES at the first query, even at a check for a GPU. A later change has no effect."""
     files = [tmp_path / f"asked{rank}" for rank in range(2)]
     happens = ";".join(f"{rank}:asks:{file}" for rank, file in enumerate(files))
     config = made.copy(tmp_path / "run").write_config()
@@ -161,7 +161,7 @@ DRIVES = ("tiers.nvme.0.size=80MiB", "tiers.ram.size=24MiB", "placement.weights=
 
 
 def read_run(run: SavedRun) -> tuple[list[tuple[float, float]], bytes, list[dict[str, Any]], dict[str, Any]]:
-    """Return losses and norms, the exported model, the metrics of the steps, and the plan of rank 0."""
+    """Return the losses and gradient norms, the exported weights, the metrics of the steps, and the plan of rank 0."""
     lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "grad_norm" in line]
     weights = (run.out / "final/model.safetensors").read_bytes()
@@ -185,7 +185,7 @@ def read_run(run: SavedRun) -> tuple[list[tuple[float, float]], bytes, list[dict
 def test_runs_are_bitwise_equal_for_any_world_size(
     made: SavedRun, tmp_path: Path, sizes: Sequence[int], places: Sequence[str]
 ) -> None:
-    """For whole runs, losses, norms and the export match; the traffic within and between ranks is as planned."""
+    """Losses, gradient norms and exported weights match. The traffic within and between ranks is as planned."""
     found: dict[int, tuple[list[tuple[float, float]], bytes]] = {}
     for size in sizes:
         run = made.copy(tmp_path / str(size))
@@ -215,7 +215,7 @@ def test_runs_are_bitwise_equal_for_any_world_size(
 
 
 def test_preference_runs_on_ranks_match_one_process_bitwise(made: SavedRun, tmp_path: Path) -> None:
-    """The reference log-probabilities, losses, figures, evaluations and the model match."""
+    """Reference log-probabilities, losses, preference metrics, evaluations and exported weights match."""
     keys = (
         "training.gradient_lanes=4",
         "task=dpo",
@@ -278,7 +278,7 @@ def has_steps(run: SavedRun) -> bool:
 def test_ranks_of_one_machine_listen_on_the_loopback_alone(
     way: str, made: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the store nor the process group accepts connections from the network, whatever address the rank has."""
+    """With any launcher, neither the rendezvous store nor the process group accepts connections from the network."""
     run = made.copy(tmp_path / "run")
     config = run.write_config(steps=400)
     monkeypatch.setitem(MEETING, ADDRESS, "localhost")
@@ -293,7 +293,7 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(
         family = [each for process in started for each in (psutil.Process(process.pid), *children(process.pid))]
         connections = [each for process in family for each in process.net_connections("inet")]
     listening = [each.laddr.ip.removeprefix("::ffff:") for each in connections if each.status == psutil.CONN_LISTEN]
-    assert len(listening) >= 3  # the store, and gloo of each rank
+    assert len(listening) >= 3  # the rendezvous store, and gloo on each rank
     assert set(listening) == {"127.0.0.1"}, connections
 
 
@@ -343,7 +343,7 @@ max_samples = 9
 eval_steps = 2
 metric_for_best_model = "eval_loss"
 greater_is_better = true
-"""  # the first evaluation has the largest loss
+"""  # the first evaluation has the largest loss, so it is the best one here
 
 
 def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
@@ -353,12 +353,12 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
 
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds: Sequence[int]) -> None:
-    """Evaluations match one process, end the run early, and make the best checkpoint the model."""
+    """Evaluations match a run with one process, stop the run early, and choose the checkpoint to export."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = options(*SAVED, "checkpoint.load_best_model_at_end=true", "checkpoint.save_total_limit=2")
     patience, steps = 2, 6
     for size in worlds:
-        # Each start has a patience two evaluations longer than the previous start, and then ends early.
+        # The patience of each start is two evaluations longer than before, so the run continues and stops early again.
         given = [*keys, *options(f"evaluation.early_stopping_patience={patience}")]
         ended = launch(size, run.write_config(steps=20, more=BEST), *given)
         said = " ".join((ended.out + ended.err).split())
@@ -377,14 +377,14 @@ def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds
 
 
 def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
-    """Compare a run with an uninterrupted run of one process."""
+    """Check that a run has the same losses, gradient norms and weights as an uninterrupted run of one process."""
     go_on(fresh, 1, steps)
     assert read_run(run)[:2] == read_run(fresh)[:2]
 
 
 @pytest.mark.parametrize("way", ["signal", pytest.param("commands", marks=pytest.mark.slow)])
 def test_stopped_run_resumes_with_another_world_size(way: str, made: SavedRun, tmp_path: Path) -> None:
-    """2 -> 1 -> 2 processes, the first stopped by SIGTERM or ``stop``: losses, norms and model of an unbroken run."""
+    """A run of 2 processes is stopped by SIGTERM or ``stop``, then resumed with 1 and with 2. Results do not change."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = (*SAVED, *(["checkpoint.save_steps=1000"] if way == "commands" else []))
     with launched(2, run.write_config(steps=400), *options(*keys)) as process:
@@ -412,7 +412,7 @@ def test_stopped_run_resumes_with_another_world_size(way: str, made: SavedRun, t
 
 @pytest.mark.slow
 def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> None:
-    """1 -> 2 -> 4 -> 1 processes."""
+    """The run is started with 1, 2, 4 and 1 processes, each time with other tiers or drives."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     (run.folder / "other").mkdir()
     on_drive = (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive")
@@ -447,7 +447,7 @@ def test_externally_started_ranks_stop_together(made: SavedRun, tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 3, 2, 1)])
 def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
-    """After every start all drives are lost; the next start, with another number of ranks, resumes from the copy."""
+    """All drives are lost after each start. The next start, with another number of ranks, resumes from the copy."""
     run, drive, step = made.copy(tmp_path / "run"), tmp_path / "run/drive", 0
     for size in worlds:
         step += 4
@@ -473,7 +473,7 @@ def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun
 
 
 def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
-    """``status``, ``clean``, ``export`` and ``ckpt`` find the parts of all ranks, including the ones on drives."""
+    """``status``, ``clean``, ``export`` and ``ckpt`` find the checkpoint files of all ranks, also on drives."""
     run, drive = made.copy(tmp_path / "run"), tmp_path / "run/drive"
 
     def tell(*words: object) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
     assert on_drive.keys() == {str(drive)} and status["saved_step"] == 4
     files = [path for rank in range(2) for path in (drive / rank_folder_name(rank) / "snap").rglob("c/*")]
     assert on_drive[str(drive)] == sum({path.stat().st_ino: path.stat().st_blocks * 512 for path in files}.values())
-    # Leftovers of dead runs are removed, parts of checkpoints are not.
+    # ``clean`` removes leftovers of dead runs, but no checkpoint files.
     tell("clean", drive, "--yes", "--generations", "all")
     assert all(path.exists() for path in files)
     tell("export", run.out, run.folder / "exported")
@@ -504,12 +504,12 @@ def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
     assert not status["checkpoint_bytes_on_drives"] and not list(drive.glob("rank*/snap/*/*"))
 
 
-#: Rank 1 dies between the two phases of a save; then rank 0 of three dies after the document was written.
+#: First, rank 1 of two dies between the two phases of a save. Then rank 0 of three dies after it wrote the document.
 IN_CI = [(2, "1:kill:all whole:2"), (3, "0:kill:document written:3")]
 
 
 def any_kill(draw: random.Random) -> tuple[int, str]:
-    """Draw a number of processes, and the rank and instant to kill; "" kills from outside at a random time."""
+    """Draw a number of processes, and which rank to kill at which instant. "" means a kill from outside at any time."""
     size = draw.choice((1, 2, 2, 3))
     if size == 1 or draw.random() < 0.4:
         return size, ""
@@ -524,11 +524,11 @@ def any_kill(draw: random.Random) -> tuple[int, str]:
         pytest.param(0, 0, id="some"),
         *(
             pytest.param(30, seed, marks=[pytest.mark.slow, pytest.mark.timeout(0)]) for seed in range(14)
-        ),  # 316 is the size of a rank among several
+        ),  # 316 of these 420 kills hit a run with several ranks
     ],
 )
 def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: SavedRun, tmp_path: Path) -> None:
-    """Each step is saved. Each start has another number of ranks, resumes a whole checkpoint and keeps the bits."""
+    """Each step is saved. Each start has a random number of ranks, and resumes a complete, undamaged checkpoint."""
     run, draw, before = made.copy(tmp_path / "run"), random.Random(seed), 0
     pids = tmp_path / "pids"
     pids.mkdir()
@@ -579,7 +579,7 @@ FAILS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FAILS)
 def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path) -> None:
-    """An error, silence, or a flipped bit on rank 1's drive gives one message that names it, and nothing is lost."""
+    """An error, a missing heartbeat or a flipped bit gives one message that names rank 1. No checkpoint is lost."""
     run, file = made.copy(tmp_path / "run"), tmp_path / "wrong"
     happens, says = FAILS[how]
     keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", "tiers.verify=always", "distributed.timeout=2s")
@@ -601,7 +601,7 @@ def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path
 
 @pytest.mark.parametrize("on_full", ["pause", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) -> None:
-    """All ranks wait and continue together, or all end. The message names the rank."""
+    """All ranks wait and continue together, or all end. The message names the rank with the full drive."""
     run, full = made.copy(tmp_path / "run"), tmp_path / "full"
     keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", f"tiers.on_disk_full={on_full}")
     config = run.write_config(steps=400)
@@ -629,7 +629,7 @@ def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
-    """torchrun passes SIGTERM to its processes, which save; it turns their exit code 75 into 1. Nothing is lost."""
+    """torchrun passes SIGTERM on to its processes, which save and exit with 75. torchrun itself exits with 1."""
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     run = made.copy(tmp_path / "run")
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
@@ -655,7 +655,7 @@ def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
 
 
 def requeue_condition(out: Path) -> str:
-    """Return the command of docs/distributed.md that decides whether a job is requeued, for another folder."""
+    """Return the shell command in docs/distributed.md that decides whether to requeue a job, but for ``out``."""
     page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
     (condition,) = re.findall(r"^(grep .*) && scontrol requeue", page, flags=re.MULTILINE)
     assert "outputs/first/" in condition

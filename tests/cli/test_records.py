@@ -1,4 +1,4 @@
-"""For run records that a user edited, `status` and `report` show the readable part, or name the folder."""
+"""If a user has edited the records of a run, `status` and `report` show the readable part or name the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering: plain text in files, control characters only on terminals, colours only on request."""
+"""Rendering: plain text in files, control characters only on terminals, and no colours if they are disabled."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
 
 def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system="standard")  # for empty bar parts
+    # The empty part of a bar is only drawn with colours.
+    console = Console(file=stream, width=width, force_terminal=True, color_system="standard")
     console.print(cli_module("live_view").live_view(*arguments, width=width))
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
 
@@ -136,7 +137,7 @@ def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -
 
 
 def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
-    """The view follows the counters of the engine; the training thread draws nothing."""
+    """A separate thread draws the view from the counters of the engine. The training thread draws nothing."""
     stream, activity = io.StringIO(), Activity()
     console = Console(file=stream, force_terminal=True, width=80)
     observer = cli_module("observers").LiveObserver(console=console, activity=activity)
@@ -159,7 +160,7 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
 
 
 def test_blocked_terminal_does_not_block_training(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-S, or on a dead connection, a write does not return. The training thread still continues and ends."""
+    """After Ctrl-S, or on a dead connection, a write to the terminal does not return. Training continues and ends."""
     released, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(cli_module("live_view"), "_CLOSE_TIMEOUT_S", 0.05)
 

@@ -1,4 +1,4 @@
-"""`run` before its first step: a plan if it starts, a line if it resumes, neither before an error."""
+"""Output of `run` before the first step: a plan for a new run, a line for a resumed run, neither before an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes.saved_run import NVME, SavedRun, call_in_new_process, make_run
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A run of 4 steps; tests copy it, or get refusals in it."""
+    """Return a finished run of 4 steps. Tests copy it, or start it with settings that are refused."""
     made = make_run(tmp_path_factory.mktemp("start") / "w")
     result = made.run("--set", "lr_scheduler_type=cosine", steps=4)
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def test_no_plan_before_an_error(
 
 
 def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) -> None:
-    """Changed keys, files and ``config.json`` are in one message, before a row is tokenized or the model is planned."""
+    """One message lists changed keys, data files and ``config.json``, before rows are tokenized and a plan is made."""
     run = trained.copy(tmp_path / "w")
     words = ("--set", "lr_scheduler_type=cosine", "--set", f"data.cache_dir={tmp_path / 'tokens'}")
     (run.folder / "moved.txt").write_bytes((run.folder / "data.txt").read_bytes())
@@ -70,7 +70,7 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
 
 
 def test_refusal_lists_uncompared_data(trained: SavedRun) -> None:
-    """Covers another data set of the hub, which is not fetched to compare it, and files that are now streamed."""
+    """Examples are a different hub data set, which is not downloaded to compare it, and files that are now streamed."""
     wrong = ("--set", "lr_scheduler_type=cosine", "--set", "learning_rate=5e-4")
     for words, line in (
         (("--set", "data.train.0.path=org/b"), ' -> "org/b" (if the contents differ)\n'),
@@ -93,7 +93,7 @@ def test_advice_for_another_state_format_is_accepted(trained: SavedRun, tmp_path
 
 
 def test_missing_path_error_names_the_config_line(trained: SavedRun) -> None:
-    """The file that `init` wrote still has its placeholders; the message names the line to fill in."""
+    """If a config still has the placeholders that `init` wrote, the error names the line to fill in."""
     path = trained.write_config(out="other", steps=4)
     path.write_text(path.read_text().replace('"model"', '"path/to/model"').replace("data.txt", "chats.txt"))
     lines = {line.split(" = ")[0]: number for number, line in enumerate(path.read_text().splitlines(), 1)}
@@ -124,7 +124,7 @@ def test_finished_run_explains_how_to_train_further(trained: SavedRun, tmp_path:
 
 
 def test_dry_run_refuses_the_same_configs_as_a_run(trained: SavedRun, tmp_path: Path) -> None:
-    """The drive is too small: the exit code is the same, and nothing is written."""
+    """If the drive is too small, both give the same exit code, and write nothing."""
     run = trained.copy(tmp_path / "w")
     config = run.write_config(out="new", more=NVME, checkpoint="").read_text().replace('"1MiB"', '"900TiB"')
     (run.folder / "run.toml").write_text(config)
@@ -138,12 +138,12 @@ def test_dry_run_refuses_the_same_configs_as_a_run(trained: SavedRun, tmp_path: 
 
 
 def _drop_head(model: Path) -> None:
-    """Remove the separate head matrix of a model."""
+    """Untie the embeddings in the model's config, so that the head matrix is missing from the weights file."""
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
 
 
-#: Change of the model's weights -> part of the message.
+#: Damage of the model's weights -> (function that causes it, part of the message).
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent shard": (
         lambda model: (
@@ -220,7 +220,7 @@ def test_a_continued_run_does_not_call_its_adapters_new(tmp_path: Path) -> None:
     run = make_run(tmp_path / "w")
     lora = "[lora]\nr = 2\n"
     plan = run.call("plan", run.write_config(more=lora))
-    # q_proj (64 x 64) and v_proj (64 x 32) of two layers, each with rank 2 times the sum of its sides.
+    # q_proj (64 x 64) and v_proj (64 x 32) in two layers. Each has rank * (rows + columns) parameters, with rank 2.
     trained = 2 * 2 * ((64 + 64) + (64 + 32))
     assert f"parameters ({trained:,} trained), 2 layers" in plan.stdout, plan.stdout
     first = run.run(more=lora, steps=2)

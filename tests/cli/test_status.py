@@ -1,4 +1,4 @@
-"""``megatrain-tier status`` of live, ended and dead runs."""
+"""``megatrain-tier status`` for live runs, and for runs that ended or died."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call(cli_module: CliModule) -> Callable[..., Result]:
 
 
 def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: timedelta = timedelta()) -> None:
-    """Leave the files of a run that ended, or died, some time ago."""
+    """Write the files of a run that ended or died. Its last status is ``ago`` old."""
     with RunFolder(path) as folder:
         (path / "metrics.jsonl").touch()
         write_status(folder.path, status)
@@ -76,7 +76,7 @@ def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
 def test_waiting_status_is_written_on_a_full_drive(
     tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new file gets no space, so the run overwrites the existing one, also with a shorter text."""
+    """A new file would get no space, so the run overwrites the existing status file, even with a shorter text."""
     with RunFolder(tmp_path / "out") as folder:
         write_status(folder.path, STATUS)
         real = Path.write_text
@@ -177,7 +177,7 @@ def test_runs_that_ended(
 
 
 def test_status_offers_no_resume_if_the_drive_has_other_files(tmp_path: Path, call: Callable[..., Result]) -> None:
-    """`run` and `check` refuse it by the same rule, with the same words."""
+    """`run` and `check` refuse such a drive by the same rule, with the same message."""
     leave(tmp_path / "out", replace(STATUS, state="stopped"), saved_step=412)
     drive = tmp_path / "drive"
     (tmp_path / "out/config.resolved.toml").write_text(f'[[tiers.nvme]]\npath = "{drive}"\n')

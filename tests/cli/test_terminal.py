@@ -1,4 +1,4 @@
-"""Commands in a real terminal: their first output, their last output, and a terminal that closes."""
+"""Commands in a real terminal: their first and last output, Ctrl-C, and a terminal that closes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "
 
 
 class Terminal:
-    """A process whose controlling terminal the test reads, types into and closes.
+    """Process with a controlling terminal, which the test reads, types into and closes.
 
     Args:
-        ignored: signals that it starts with ignored, as ``nohup`` does.
-        is_cold: whether it is a new interpreter, which has to import everything.
+        ignored: Signals that the process ignores from its start, as under ``nohup``.
+        is_cold: Whether to start a new interpreter, which imports everything, instead of a fork (``processes.warm``).
     """
 
     def __init__(self, words: list[str], *, ignored: tuple[signal.Signals, ...] = (), is_cold: bool = False) -> None:
@@ -55,12 +55,12 @@ class Terminal:
         os.close(slave)
 
     def wait_for(self, pattern: str) -> None:
-        """Read until the text appears."""
+        """Read until the pattern appears in the output."""
         self._read(lambda: re.search(pattern, self.text) is not None)
         assert re.search(pattern, self.text), self.text
 
     def wait(self) -> int:
-        """Read to the end; return the exit code."""
+        """Read the output until the process ends, and return the exit code."""
         self._read(lambda: False)
         return self.process.wait(DEADLINE_S)
 
@@ -71,7 +71,7 @@ class Terminal:
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
                     part = os.read(self._master, 65536)
-                except OSError:  # the last process that had it has ended
+                except OSError:  # the last process on this terminal has ended
                     return
                 if not part:
                     return
@@ -81,7 +81,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def close(self) -> None:
-        """Close the terminal, as a user does who closes the window."""
+        """Close the terminal, like a user who closes its window."""
         master, self._master = self._master, -1
         if master >= 0:
             os.close(master)
@@ -97,7 +97,7 @@ class Terminal:
 
 
 def screen(text: str) -> list[str]:
-    """Return the lines that a terminal shows after this text; the last one says whether the cursor is visible."""
+    """Return the lines that a terminal shows after this text. The last item is the cursor: visible or hidden."""
     lines, row, column, cursor = [""], 0, 0, "visible"
     for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)", text):
         value, kind, back, feed, plain = match.groups()
@@ -119,7 +119,7 @@ def screen(text: str) -> list[str]:
 
 
 def python_words(package: str, words: list[str], before: str) -> list[str]:
-    """Return a process that runs test code and then a command."""
+    """Return the command line of a process that runs test code and then a command."""
     code = f"{before}\nimport runpy, sys\nsys.argv = {['megatrain-tier', *words]!r}\n"
     return [sys.executable, "-c", f"{code}runpy.run_module({package!r}, run_name='__main__')"]
 
@@ -159,7 +159,7 @@ def test_ctrl_c_during_the_start_leaves_no_process(cli_package: str) -> None:
     code = AT_TORCH.replace("DO", "import time; time.sleep(60)")
     with Terminal(python_words(cli_package, ["plan", "examples/01_tiny.toml"], code), is_cold=True) as terminal:
         terminal.wait_for(r"\[HEAVY\]")
-        terminal.wait_for("importing torch  2 s")  # the line moves by itself
+        terminal.wait_for("importing torch  2 s")  # the line is updated during the import
         terminal.type("\x03")
         assert terminal.wait() == 1
     assert [line for line in screen(terminal.text) if line] == ["interrupted; nothing saved", "visible"]
@@ -190,7 +190,7 @@ sys.exit(75)
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_output_continues_in_the_log(kind: str, cli_package: str, tmp_path: Path) -> None:
-    """A terminal gives EIO, a pipe EPIPE; the log also has the output between the loss and the switch."""
+    """Writes give EIO on a closed terminal and EPIPE on a closed pipe. The log has all output since then."""
     log = tmp_path / "run.log"
     code = OUTPUT.format(package=cli_package, log=str(log))
     words = [sys.executable, "-c", code]
@@ -223,7 +223,7 @@ def words_of(run: SavedRun, *options: str, **config: object) -> list[str]:
 
 def test_ctrl_c_in_a_step_saves_and_restores_the_terminal(run: SavedRun) -> None:
     with Terminal(words_of(run, steps=MANY, checkpoint='save_strategy = "no"')) as terminal:
-        terminal.wait_for(r"s/step \(mean\)")  # drawn a few times a second, so some steps after the first
+        terminal.wait_for(r"s/step \(mean\)")  # the view is drawn only a few times per second
         terminal.wait_for(r"now .{0,400}(update|forward|head|backward) ")
         terminal.type("\x03")
         assert terminal.wait() == 75
@@ -233,7 +233,7 @@ def test_ctrl_c_in_a_step_saves_and_restores_the_terminal(run: SavedRun) -> None
     assert lines[-1] == f"interrupted at step {step}, saved: run the same command again to continue"
     assert cursor == "visible" and not any("^C" in line for line in lines), lines
     (ended,) = [number for number, line in enumerate(lines) if line.startswith("stopped ")]
-    view = lines[ended - 5 : ended]  # the last view, complete: figures, run, ram, speed
+    view = lines[ended - 5 : ended]  # the complete last view: figures, run, ram, speed
     assert any(re.match(rf"step {step}/100000  loss ", line) for line in view), lines
     assert not any(line.startswith("now ") for line in lines), "no further work is done"
     status = read_status(run.out)
@@ -255,7 +255,7 @@ def test_closed_terminal_saves_and_output_continues_in_the_log(run: SavedRun) ->
 
 
 def test_run_under_nohup_outlives_its_terminal(run: SavedRun) -> None:
-    """SIGHUP is ignored and every write gives EIO, but the run continues to its end."""
+    """SIGHUP is ignored and every write to the terminal gives EIO, but the run continues to its end."""
     with Terminal(words_of(run, steps=12), ignored=(signal.SIGHUP,)) as terminal:
         terminal.wait_for("fits")
         terminal.wait_for("start")

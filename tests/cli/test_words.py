@@ -1,4 +1,4 @@
-"""Texts about a plan and a schedule before a run: residents, streamed blocks, the process, --max-steps."""
+"""Messages before a run: resident and streamed blocks, memory of the process, and the schedule with --max-steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_plan_lists_resident_and_streamed_blocks(run: SavedRun) -> None:
 
 
 def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
-    """A tier with space keeps more copies than the minimum of a step."""
+    """A tier with free space keeps more copies than a step needs at least."""
     config = run.write_config(placement=ON_NVME, more=NVME, out="streamed", steps=2)
     planned = json.loads(run.call("plan", config, "--json").stdout)
     result = run.call("run", config, "--json")
@@ -62,11 +62,11 @@ def test_max_steps_is_another_schedule(run: SavedRun, words: tuple[str | int, ..
 
 
 def test_messages_name_no_page_of_the_repository() -> None:
-    """An installed package has no pages of the repository."""
+    """An installed package does not contain the documentation pages of the repository."""
     with_docstring = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = []
     for path in (path for folder in ("cli", "megatrain", "tiered") for path in sorted(Path(folder).rglob("*.py"))):
-        if path.name in ("document.py", "reference.py"):  # these write pages
+        if path.name in ("document.py", "reference.py"):  # these modules write pages
             continue
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         docstrings = {

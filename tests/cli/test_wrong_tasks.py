@@ -1,4 +1,4 @@
-"""Wrong inputs of tasks, optimizers, adapters and teachers give one message and its exit code; nothing is written."""
+"""Wrong settings of tasks, optimizers, adapters and teachers give one message and an exit code, and write nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LORA = ("lora.r=4",)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model with some text and preferences, and one with 64 learned positions."""
+    """Return a run folder with text, preferences, and two more models: one with 64 positions, one quantized (GPTQ)."""
     run = make_run(tmp_path_factory.mktemp("wrong") / "w")
     pairs = [{"prompt": f"{n}?\n", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(4)]
     (run.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     return run
 
 
-#: Mistake -> command, settings, exit code, and a part of the message.
+#: Mistake -> (command, settings, exit code, part of the message).
 WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "an unknown loss": (
         "run",

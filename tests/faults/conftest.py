@@ -1,6 +1,6 @@
-"""Real drives that can be filled, made read-only and killed: small file systems, mounted for one test.
+"""Fixtures for real drives: small file systems that a test mounts, and can fill, make read-only or kill.
 
-They need root and loop devices; otherwise a test is skipped with the reason.
+They need root privileges and loop devices. Without them, the test is skipped with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXT4_IOC_SHUTDOWN = 0x8004587D
 
 
 class Drive:
-    """A mounted ext4 file system in an image file."""
+    """Mounted ext4 file system in an image file."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.path, self._image = folder / "mounted", folder / "image"
@@ -50,20 +50,20 @@ class Drive:
         return shutil.disk_usage(self.path).free
 
     def fill(self, *, leave_bytes: int = MiB // 2) -> None:
-        """Take all the space but ``leave_bytes``, as another program would."""
+        """Take all free space except ``leave_bytes``, as another program might."""
         self._filler.touch()
         with self._filler.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, self._filler.stat().st_size + self.free_bytes() - leave_bytes)
 
     def make_room(self, nbytes: int | None = None) -> None:
-        """Give back that many bytes of ``fill``, or all if None."""
+        """Free ``nbytes`` of the space that ``fill`` took, or all of it if None."""
         if nbytes is None:
             self._filler.unlink()
         else:
             os.truncate(self._filler, max(0, self._filler.stat().st_size - nbytes))
 
     def make_read_only(self) -> None:
-        """Report an error to the file system, which then refuses writes, as after an error of a real drive."""
+        """Trigger a file system error, so that ext4 refuses writes, as it does after an error of a real drive."""
         device = next(
             line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(self.path) in line
         )
@@ -83,10 +83,10 @@ class Drive:
             os.close(fd)
 
     def start_again(self) -> None:
-        """Mount it again after ``die``, as after a power cut: unflushed data is lost, the journal is replayed.
+        """Mount again after ``die``. As after a power cut, unflushed data is lost, and the journal is replayed.
 
         Raises:
-            AssertionError: a process still has a file of it open, or the file system is beyond repair.
+            AssertionError: A process still has a file on the drive open, or the file system is beyond repair.
         """
         for command in (
             ["umount", str(self.path)],
@@ -115,7 +115,7 @@ def make_drive(tmp_path: Path) -> Iterator[Callable[[int], Drive]]:
 
 @pytest.fixture
 def folder_in_memory() -> Iterator[Path]:
-    """Return a folder in memory, if the machine has one, for tests that make thousands of files."""
+    """Return a folder for tests that create thousands of files. It is in memory, if /dev/shm can be used."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
         yield Path(path)
@@ -123,13 +123,13 @@ def folder_in_memory() -> Iterator[Path]:
 
 @pytest.fixture
 def small_drive(make_drive: Callable[[int], Drive]) -> Drive:
-    """A drive of 64 MiB."""
+    """Return a drive of 64 MiB."""
     return make_drive(64 * MiB)
 
 
 @pytest.fixture
 def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry on a full drive every 20 ms."""
+    """Make tiers check a full drive for free space every 20 ms."""
     monkeypatch.setattr("tiered.tiers.health.RETRY_S", 0.02)
 
 
@@ -138,7 +138,7 @@ FaultyLinks = Callable[..., tuple[FileReadLink, FileWriteLink, FaultyMover]]
 
 @pytest.fixture
 def faulty_links() -> FaultyLinks:
-    """Return a function that links two tiers through a drive with faults, in parts of 64 KiB."""
+    """Return a function that links a drive with injected faults to RAM. It transfers parts of 64 KiB."""
 
     def make(
         nvme: NvmeTier, ram: RamTier, *faults: Fault, num_threads: int | None = None

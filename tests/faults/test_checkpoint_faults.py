@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written or used: the user's message, and the integrity of earlier checkpoints."""
+"""Checkpoints that cannot be written or used: the message to the user, and the safety of earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ min_free_disk = "0MiB"
 
 @dataclass
 class Work:
-    """A folder with a model, data and a config, and the command."""
+    """Folder with a model, data and a config, in which the command runs."""
 
     folder: Path
 
     def run(self, *options: str, **changes: Any) -> Result:
-        """Run the config after changes, key -> value."""
+        """Run the config with changed values. ``changes`` maps keys to values."""
         (self.folder / "run.toml").write_text(CONFIG)
         sets = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
         return CliRunner().invoke(command_group(), ["run", str(self.folder / "run.toml"), *sets, *options])
@@ -80,13 +80,13 @@ class Work:
         return [read_manifest(path, generation).meta["step"] for generation in list_generations(path)]  # type: ignore[misc, index, call-overload]
 
     def files(self) -> dict[str, bytes]:
-        """Return every file of the checkpoints with its contents."""
+        """Return the contents of all checkpoint files, by path."""
         return {str(path): path.read_bytes() for path in sorted(self.checkpoints.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and data, and the result of an undisturbed run."""
+    """Return a folder with a model, data and the results of an undisturbed run."""
     folder = tmp_path_factory.mktemp("good")
     make_run(folder)
     result = Work(folder).run(output_dir=str(folder / "without_faults"))
@@ -103,7 +103,7 @@ def work(good: Path, tmp_path: Path) -> Work:
 
 @pytest.fixture
 def saved(work: Work) -> Work:
-    """A run that was stopped after two of its steps and left the checkpoints of both."""
+    """Return a run that ended after two of its four steps, with a checkpoint of each."""
     result = work.run("--max-steps", "2")
     assert result.exit_code == 0, result.output
     shutil.rmtree(work.folder / "out/final")
@@ -113,7 +113,7 @@ def saved(work: Work) -> Work:
 
 @pytest.fixture
 def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Arrange an event at the save of a step: before the saver checks the space, or after it."""
+    """Return a function that arranges an event at the save of a step, before or after the saver checks for space."""
 
     def arrange(step: int, then: Callable[[], object], *, room_was_found: bool = False) -> None:
         from megatrain.checkpoint.saver import Saver
@@ -150,7 +150,7 @@ def check_failure(result: Result, *parts: str, exit_code: int = 1) -> None:
 
 @pytest.fixture
 def on_drive(work: Work, small_drive: Any) -> Work:
-    """The work with its output folder on a small drive."""
+    """Return the work folder, with its output folder on a small drive."""
     (small_drive.path / "out").mkdir()
     (work.folder / "out").symlink_to(small_drive.path / "out")
     return work
@@ -197,7 +197,7 @@ def test_a_full_drive_pauses_the_run(
 
 
 def test_missing_checkpoint_space_is_reported_before_the_first_step(work: Work) -> None:
-    """Otherwise the run would train to its first save and wait there for ever."""
+    """Otherwise, the run would train until its first save, and then wait forever."""
     result = work.run(**{"checkpoint.min_free_disk": "900TiB"})
     check_failure(
         result,
@@ -218,7 +218,7 @@ def test_missing_checkpoint_space_is_reported_before_the_first_step(work: Work) 
 
 @pytest.fixture
 def stop_in_the_pause(monkeypatch: pytest.MonkeyPatch, before_save: Callable[..., None]) -> Callable[[int], None]:
-    """Limit the drive's free space at the save of step 3, and send SIGTERM while the run waits."""
+    """Return a function that limits the free space at the save of step 3, and sends SIGTERM while the run waits."""
     from megatrain.checkpoint import saver
 
     def arrange(free_bytes: int) -> None:
@@ -270,7 +270,7 @@ def test_stop_without_space_reports_the_last_checkpoint(
 def test_next_checkpoint_reuses_the_oldest_space(
     on_drive: Work, small_drive: Any, before_save: Callable[..., None]
 ) -> None:
-    """A drive with space for exactly the kept checkpoints is enough."""
+    """The drive needs space only for the checkpoints that are kept."""
     before_save(3, lambda: small_drive.fill(leave_bytes=MiB))
     result = on_drive.run(**{"tiers.on_disk_full": "error"})
     assert result.exit_code == 0, result.output
@@ -281,7 +281,7 @@ def test_next_checkpoint_reuses_the_oldest_space(
 def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No further line fits into the metrics, long before the next checkpoint is due."""
+    """No further line can be added to the metrics file, long before the next checkpoint is due."""
     from megatrain.training.training_loop import TrainingLoop
 
     train_step = TrainingLoop.train_step
@@ -302,7 +302,7 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
 
 def make_room_after(seconds: float, drive: Any) -> None:
     def make_room() -> None:
-        with contextlib.suppress(OSError):  # the test failed meanwhile, and the drive is gone
+        with contextlib.suppress(OSError):  # the test has failed in the meantime, and the drive is unmounted
             drive.make_room()
 
     threading.Timer(seconds, make_room).start()
@@ -358,13 +358,13 @@ def test_the_checkpoint_of_another_model_is_refused(saved: Work) -> None:
     make_model(saved.folder / "model", hidden_size=32)
     check_failure(saved.run(), str(saved.checkpoints), "the model's config.json", exit_code=2)
     assert saved.files() == before
-    result = saved.run("--allow-config-change")  # it cannot be continued
+    result = saved.run("--allow-config-change")  # another model cannot resume it
     check_failure(result, str(saved.checkpoints), "block 'model.embed_tokens/weight'")
     assert saved.files() == before
 
 
 def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
-    """A kill between writing the first document and naming it leaves these two files."""
+    """A kill after the first document is written, but before it is renamed, leaves these two files."""
     work.checkpoints.mkdir(parents=True)
     (work.checkpoints / "LOCK").touch()
     (work.checkpoints / "zarr.tmp").write_text("{")
@@ -374,7 +374,7 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
 
 
 def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``timeout`` and some shells signal the process and then its whole group; that is no second request."""
+    """``timeout`` and some shells send a signal to the process and then to its whole group. This is one request."""
     from megatrain.training.training_loop import TrainingLoop
 
     train_step = TrainingLoop.train_step
@@ -392,7 +392,7 @@ def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytes
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None], *, version: int | None = None) -> None:
-    """Change the body of a manifest and its checksum, as a program would."""
+    """Change the body of a manifest and update its checksum, as a program would."""
     document = json.loads(path.read_text())
     change(document["body"])
     text = json.dumps(document["body"], sort_keys=True)
@@ -402,7 +402,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None], *, version: int |
 
 
 def manifests(work: Work) -> list[Path]:
-    """Return the manifests of all generations, oldest first."""
+    """Return the paths of the manifests of all generations, oldest first."""
     numbers = list_generations(work.checkpoints)
     return [generation_folder(work.checkpoints, number) / "MANIFEST.json" for number in numbers]
 
@@ -425,7 +425,7 @@ def test_checkpoints_of_a_newer_version_are_refused(saved: Work, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["checkpoint", "manifest"])
 def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str) -> None:
-    """Resuming the one before would silently discard the newer version's work."""
+    """If the run resumed from the checkpoint before it, the work of the newer version would be lost silently."""
     make_newer(manifests(saved)[-1], kind)
     before = saved.files()
     check_failure(saved.run(), "has format 99", "this version reads up to", "upgrade")

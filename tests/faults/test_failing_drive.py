@@ -1,4 +1,4 @@
-"""Drives that fail, return wrong bytes or die: EIO, cut-off and torn parts, flipped bits, read-only, gone."""
+"""Drives that fail, return wrong data or die: EIO, short reads and writes, flipped bits, read-only file systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_BYTES = 300_001
 
 
 class Rig:
-    """A store on a drive with faults: three blocks at home there, one fits RAM at a time."""
+    """Store with three blocks whose home is a drive with faults. RAM has space for one block at a time."""
 
     def __init__(self, links, folder: Path, *faults: Fault, verify: Verify = "always") -> None:
         self.notices: list[str] = []
@@ -95,10 +95,10 @@ def test_unawaited_failed_write_back_is_raised_on_close(make_rig) -> None:
     for _ in range(2):
         with pytest.raises(TransferError, match="EIO"):
             rig.store.wait_idle()
-    with pytest.raises(TransferError, match="EIO"):  # not "the tier is too small"
+    with pytest.raises(TransferError, match="EIO"):  # not an error that the tier is too small
         rig.store.reserve("ram", MiB // 2)
     rig.store.discard("block.0")
-    rig.store.wait_idle()  # no lease needs those bytes any more
+    rig.store.wait_idle()  # the discarded block needs no write-back
     rig.store.reserve("ram", MiB // 2)
     rig.store.reserve("ram", -MiB // 2)
 
@@ -136,7 +136,7 @@ def test_a_part_that_is_cut_off_torn_or_flipped_in_silence_is_found(make_rig, on
     else:
         slot = rig.ram.allocate(NUM_BYTES, name="somebody", home=False)
         assert slot is not None
-        rig.ram.tensor(slot, (NUM_BYTES,), torch.uint8).fill_(9)  # the contents of a part that is not filled
+        rig.ram.tensor(slot, (NUM_BYTES,), torch.uint8).fill_(9)  # remains in RAM if the read does not fill a part
         rig.ram.free(slot)
     with pytest.raises(CorruptBlockError, match=r"'block\.1' is damaged: .*block\.1/c/0' bytes 0 to") as caught:
         rig.get(1)
@@ -155,7 +155,7 @@ def test_unverified_flip_is_found_only_by_verify(make_rig) -> None:
 
 
 def test_a_drive_that_becomes_read_only(small_drive, make_rig) -> None:
-    """ext4 does this after an error of the drive; here the test injects the error into the mounted file system."""
+    """ext4 becomes read-only after a drive error. The test triggers such an error in the mounted file system."""
     rig = make_rig(folder=small_drive.store)
     rig.store.commit({}).wait(60)
     small_drive.make_read_only()
@@ -171,7 +171,7 @@ def test_a_drive_that_becomes_read_only(small_drive, make_rig) -> None:
 
 
 def test_a_drive_that_dies_is_named(make_drive, tmp_path: Path, faulty_links) -> None:
-    """Two drives; every access to one of them fails after some operation."""
+    """A tier has two drives. After the first write-back, every access to the second drive fails."""
     drives = [make_drive(32 * MiB), make_drive(32 * MiB)]
     notices: list[str] = []
     tier = NvmeTier([d.store for d in drives], 16 * MiB, chunk_bytes=MiB // 8, on_notice=notices.append)
@@ -196,7 +196,7 @@ def test_a_drive_that_dies_is_named(make_drive, tmp_path: Path, faulty_links) ->
 
 @pytest.mark.fault
 def test_random_faults_never_lose_or_invent_bytes(tmp_path: Path, make_rig) -> None:
-    """A thousand operations on a drive where every tenth call fails: each gives an error or the right bytes."""
+    """Each of a thousand operations on a drive with 160 random faults gives an error or the right values."""
     import random
 
     chance = random.Random(3)
@@ -213,20 +213,20 @@ def test_random_faults_never_lose_or_invent_bytes(tmp_path: Path, make_rig) -> N
         number = chance.randrange(3)
         try:
             if chance.random() < 0.4:
-                rig.put(number, value % 256)  # if it raises, it raises before it writes
+                rig.put(number, value % 256)  # an error is raised before the value is written
                 newest[number] = {value % 256}
             else:
                 assert rig.get(number) == newest[number]
         except (TransferError, CorruptBlockError) as error:
             num_errors += 1
             if isinstance(error, CorruptBlockError):
-                rig.put(number, value % 256)  # the drive's torn or flipped bytes are gone, and an error reported it
+                rig.put(number, value % 256)  # replace the damaged contents, which an error reported
                 newest[number] = {value % 256}
     assert num_errors > 20
 
 
 def test_latency_is_slept_and_flips_are_on_disk(tmp_path: Path, faulty_links) -> None:
-    """Tests of the fault injector."""
+    """The fault injector delays calls, flips bits on disk, and adds faults to existing links."""
     naps: list[float] = []
     rig = Rig(faulty_links, tmp_path / "store", Fault("late", "read", latency_s=3.5, times=2), verify="off")
     rig.mover._sleep = naps.append

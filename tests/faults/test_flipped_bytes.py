@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint, changed in turn: the damaged file is named, or the contents are unchanged."""
+"""If any bit of a checkpoint is flipped, the damaged file is named, or the contents that are read do not change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered import GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredError, T
 pytestmark = pytest.mark.fault
 
 META = {"number": 2, "rate": 1e-05, "text": "any"}
-#: Files outside of any checkpoint: work in progress, and notes about the directory.
+#: Files and folders that belong to no checkpoint: current contents, reusable files, locks and write counts.
 _NOT_OF_IT = {"live", ".pool", "LOCK", "WEAR.json"}
 _SMALL = {"a": (4000, "ram"), "layer.0/b": (8100, "nvme"), "layer.0/c": (3900, "nvme")}
 _LARGE = {"a": (MiB + 1234, "ram"), "layer.0/b": (3 * MiB - 77, "nvme"), "layer.0/c": (2 * MiB, "nvme")}
@@ -28,7 +28,7 @@ _LARGE = {"a": (MiB + 1234, "ram"), "layer.0/b": (3 * MiB - 77, "nvme"), "layer.
 
 @dataclass
 class Checkpoint:
-    """The second of two generations, partly copied from RAM and partly linked, on two drives."""
+    """Second of two generations, on two drives. Its files were copied from RAM, or hard-linked to files of a drive."""
 
     root: Path
     expected: Contents
@@ -40,7 +40,7 @@ class Checkpoint:
         return self.root / "checkpoints"
 
     def problems(self) -> list[str]:
-        """Return the problems found; if there are none, read everything and assert that it is unchanged."""
+        """Return the problems found. If there are none, read all blocks and assert that they are unchanged."""
         try:
             reader = GenerationReader(self.path)
             if reader.notice is not None and reader.generation != META["number"]:
@@ -58,7 +58,7 @@ class Checkpoint:
         return []
 
     def open(self) -> str:
-        """Open a store there and commit again; return the error, or "" if all was the same and the commit is sound."""
+        """Open a store from the checkpoint and commit again. Return the error, or "" if the contents are unchanged."""
         notices: list[str] = []
         try:
             tiers = [RamTier(16 * MiB, pin_memory=False), _drives(self.root)]
@@ -78,7 +78,7 @@ class Checkpoint:
         self.disk.make(self.root)
 
     def twin(self, path: Path) -> Path:
-        """Return the file of the first generation that corresponds to one of the second."""
+        """Return the file of the first generation that corresponds to a file of the second."""
         return Path(str(path).replace("/00000002/", "/00000001/"))
 
 
@@ -141,7 +141,7 @@ def is_contents(path: Path) -> bool:
 
 
 def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
-    """Flip each bit in turn and restore it; count the detected flips by kind of file."""
+    """Flip and restore one bit after the other. Count named and harmless flips, by kind of file."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
         flip(path, offset, bit)
@@ -150,7 +150,7 @@ def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]
         where = f"bit {bit} of byte {offset} of '{path}'"
         assert not problems or any(is_named(path, text) for text in problems), f"{where}: {problems}"
         kind = "contents" if is_contents(path) else path.name
-        if path == checkpoint.path / "zarr.json":  # the arrays that it lists are for human readers
+        if path == checkpoint.path / "zarr.json":  # the program does not use the arrays listed there
             kind = "list of arrays"
         counts[f"{kind}: {'named' if problems else 'harmless'}"] += 1
     assert checkpoint.problems() == []
@@ -178,7 +178,7 @@ def show(counts: Counter[str]) -> None:
 def check_counts(counts: Counter[str]) -> None:
     show(counts)
     harmless = {what.partition(":")[0] for what in counts if "harmless" in what}
-    # Only padding, 1E-05 for 1e-05, and format 0 for 1; and bytes that no reader uses.
+    # Harmless flips: padding, bytes that no reader uses, and, in a manifest, 1E-05 for 1e-05 and format 0 for 1.
     assert harmless <= {"contents", "MANIFEST.json", "list of arrays"}
     assert counts["contents: named"] > 10 * counts["contents: harmless"] or "contents: harmless" not in counts
 
@@ -204,7 +204,7 @@ def test_2500_flipped_bits_of_a_larger_checkpoint_are_named(large: Checkpoint) -
 
 
 def damage_and_open(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
-    """Open a store after one damage at a time, and assert that nothing else is lost."""
+    """Open a store after each flip, and assert that no other file is damaged. Count named and harmless flips."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
         flip(path, offset, bit)

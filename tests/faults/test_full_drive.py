@@ -1,4 +1,4 @@
-"""A drive that is full at the start or during the work, on a small real file system."""
+"""Drives that are full at the start or during the work, on small real file systems."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, Transf
 from tiered.durable.manifest import current_generation
 from tiered.testing.faults import Fault
 
-NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # 2 MiB and a bit each, in three files
+NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # slightly more than 2 MiB per block, in three files
 
 
 class Notices:
-    """Collects the notices of the tier, and lets a test wait for a sentence."""
+    """Collects the notices of the tier, and lets a test wait for a notice."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -43,7 +43,7 @@ def open_store(path: Path, on_full: Literal["pause", "error"], notices: Notices)
 
 
 def work(store: TieredStore, round_number: int, blocks: range = range(NUM_BLOCKS)) -> None:
-    """Change every block, through a RAM tier that holds three of the six; evict the changed ones."""
+    """Change the blocks and evict them. RAM has space for only three of the six blocks."""
     for number in blocks:
         with store.acquire(f"block.{number}", "ram", "rw") as lease:
             lease.tensor.mul_(1.25).add_(number + round_number)
@@ -99,7 +99,7 @@ def test_a_drive_too_small_for_a_block_is_refused_when_it_is_registered(small_dr
 
 
 def test_full_drive_after_a_commit_pauses_and_resumes_bitwise_equal(small_drive, quick_retry, tmp_path: Path) -> None:
-    """After a commit every write needs a new file, and another program took the space."""
+    """After a commit, every write needs a new file, but another program has taken the space."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)
@@ -151,7 +151,7 @@ def test_full_after_a_commit_can_be_an_error_and_the_commit_stays(small_drive, t
 
 
 def test_failed_write_back_is_retried_once_space_is_free(small_drive, tmp_path: Path) -> None:
-    """A write-back that failed keeps its bytes in memory and is retried."""
+    """After a failed write-back, the changed copy stays in memory, and the write-back is retried."""
     notices = Notices()
     with open_store(small_drive.store, "error", notices) as store:
         start(store)
@@ -201,7 +201,7 @@ def test_commit_of_blocks_in_memory_waits_for_space(small_drive, quick_retry) ->
 
 
 def memory_store(path: Path, on_full: Literal["pause", "error"], notices: Notices) -> TieredStore:
-    """Return a store of blocks in memory whose generations are on a drive that no tier uses."""
+    """Return a store with all blocks in RAM. Its generations are on a drive that no tier uses."""
     ram = RamTier(8 * MiB, pin_memory=False)
     store = TieredStore([ram], path=str(path), on_full=on_full, on_notice=notices)
     for number in range(2):
@@ -295,7 +295,7 @@ def fill_to_the_last_byte(drive) -> None:
 
 
 def test_hard_links_wait_for_space(small_drive, quick_retry) -> None:
-    """Links need folders, and folders need space."""
+    """Hard links need new folders, and new folders need space."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)
@@ -315,7 +315,7 @@ def test_hard_links_wait_for_space(small_drive, quick_retry) -> None:
 
 
 def test_requested_space_suffices_for_the_whole_run(small_drive, quick_retry) -> None:
-    """The first failure is a document of 4 KiB; the step after it needs new files for all blocks."""
+    """The first write that fails is a 4 KiB document, but the notice also counts new files for all blocks."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)

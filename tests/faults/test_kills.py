@@ -1,6 +1,6 @@
-"""Runs that are killed or stopped at any instant, and restarted, have the bits of an undisturbed run.
+"""Runs that are killed or stopped at any instant, and then restarted, have the results of an undisturbed run.
 
-The short form is part of every test run. The long one prints where the signals hit:
+The short test is part of every test run. The long test prints the phases that the signals hit:
 
     pytest -m slow -s tests/faults/test_kills.py
 """
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 0.82 M model with fixed random weights."""
+    """Return the folder of a model with 0.82 M parameters and fixed random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source, folder = ROOT / "examples/quickstart/model", tmp_path_factory.mktemp("model")
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def send_signals(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per_run: int = 12) -> dict[str, Any]:
-    """Run ``processes.kills`` in another process, which has one thread and may fork; return its figures."""
+    """Run ``processes.kills`` in a process with only one thread, which can fork safely. Return its figures."""
     result = folder / "result.json"
     numbers = ["--kills", str(kills), "--stops", str(stops), "--seed", str(seed), "--per-run", str(per_run)]
     paths = ["--model", str(model), "--scratch", str(folder), "--result", str(result)]
@@ -62,13 +62,13 @@ def send_signals(model: Path, folder: Path, *, kills: int, stops: int, seed: int
 @pytest.mark.fault
 def test_killed_and_stopped_runs_end_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     figures = send_signals(model, tmp_path, kills=4, stops=1, seed=1, per_run=1)
-    assert len(figures["SIGKILL"]["hits"]) >= 4 and figures["SIGKILL"]["runs"] >= 4  # one of each placement
+    assert len(figures["SIGKILL"]["hits"]) >= 4 and figures["SIGKILL"]["runs"] >= 4  # one run of each placement
     assert len(figures["SIGTERM"]["hits"]) >= 1
 
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(6 * 3600)  # on a loaded machine; each child that hangs is ended much earlier
+@pytest.mark.timeout(6 * 3600)  # for a loaded machine; a child that hangs is killed much earlier
 def test_hundreds_of_kills_in_every_phase(model: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("MEGATRAIN_TIER_KILL_SEED", "2"))
     figures = send_signals(

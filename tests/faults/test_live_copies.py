@@ -1,6 +1,6 @@
-"""A live run is copied file by file, as ``cp -r`` and ``rsync`` do, and each copy is resumed.
+"""Copies of a live run, made file by file like with ``cp -r`` or ``rsync``, can be resumed.
 
-pytest -m slow tests/faults/test_live_copies.py
+The long test runs with ``pytest -m slow tests/faults/test_live_copies.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def whole_steps(run: SavedRun) -> dict[int, int]:
-    """Return generation -> step if all files exist with the recorded checksums. Uses no code of the program."""
+    """Return the step of each generation with all files and correct checksums, without using code of the program."""
     found = {}
     top = run.out / "checkpoints"
     for folder in sorted(top.glob("snap/*")):
@@ -45,7 +45,7 @@ def whole_steps(run: SavedRun) -> dict[int, int]:
                 place = Path(os.path.normpath(top / block["location"]))
                 number_of = {int(path.name): path for path in (place / "c").iterdir()}
                 data = b"".join(number_of[number].read_bytes() for number in range(len(number_of)))[: block["nbytes"]]
-                (expected,) = block["xxh3_64"]  # all are smaller than 16 MiB
+                (expected,) = block["xxh3_64"]  # a block has one checksum per 16 MiB, and all are smaller
                 if xxhash.xxh3_64_hexdigest(data) != expected:
                     raise ValueError(block["key"])
             found[int(folder.name)] = body["meta"]["step"]
@@ -55,7 +55,7 @@ def whole_steps(run: SavedRun) -> dict[int, int]:
 
 
 def copies_of_live_runs(made: SavedRun, folder: Path, count: int, kind: str) -> Iterator[tuple[SavedRun, bytes]]:
-    """Yield copies that were made while a run was training, and the final weights of that run."""
+    """Yield copies that were made while a run was training, each with the final weights of that run."""
     chance, number = random.Random(1), 0
     while number < count:
         source = made.copy(folder / f"live{number}")
@@ -67,7 +67,7 @@ def copies_of_live_runs(made: SavedRun, folder: Path, count: int, kind: str) -> 
                 if not list((source.out / "checkpoints").glob("snap/*/MANIFEST.json")):
                     time.sleep(0.01)
                     continue
-                # Files vanish while it reads them: it reports them and copies the rest.
+                # Files can vanish while cp reads them. It reports these files and copies the others.
                 subprocess.run(["cp", "-r", source.folder, target], capture_output=True, check=False)
                 if process.poll() is None:
                     copies.append(SavedRun(target))

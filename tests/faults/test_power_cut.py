@@ -1,6 +1,6 @@
-"""After a power cut, the disk opens as one complete generation, at least the last one that was waited for.
+"""After a power cut, a store opens with a complete generation, at least as new as the last finished commit.
 
-First with a model of disks, which loses data that real ones would keep; then with a real file system.
+The first tests use a simulated disk, which loses data that real disks would keep. The others use a real file system.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from tiered.durable.manifest import list_generations
 
 pytestmark = pytest.mark.fault
 
-Drive = Any  # of conftest.py
+Drive = Any  # ``Drive`` in conftest.py
 
 
 def teller(recording: Recording) -> Callable[[str, int], None]:
-    """Return a function that records the trainer's messages between the operations of the disk."""
+    """Return a function that records the trainer's events between the operations on the disk."""
     return lambda what, number: recording.mark(f"{what} {number}")
 
 
 def train(recording: Recording, layout: Layout) -> dict[int, Contents]:
-    """Commit ten times in three lives; change, add, discard and forget blocks in between; roll back once."""
+    """Open a store three times and commit ten times in total. Return the committed contents by commit number.
+
+    Blocks are changed, added, discarded and removed. The third opening rolls back to an earlier generation.
+    """
     root, history, tell = recording.root, History(), teller(recording)
     with layout.new(root) as store:
         trainer = Trainer(store, history, tell)
@@ -76,7 +79,7 @@ def recorded(layout: Layout, root: Path) -> tuple[Recording, dict[int, Contents]
 
 
 def history_at(recording: Recording, expected: dict[int, Contents], cut: int, safe: int = 0) -> History:
-    """Return the commits before the power cut; with ``safe``, the commits before the recording."""
+    """Return the history of commits up to the power cut. ``safe`` is the last commit before the recording, or 0."""
     history = History(expected, safe, [safe] * bool(safe), [safe] * bool(safe))
     for operation in recording.operations[:cut]:
         if isinstance(operation, Mark):
@@ -93,11 +96,11 @@ _PHASE_AFTER = {
     "waited": "between commits",
     "back": "between commits",
 }
-_LATE_PHASES = ("sealing", "flipping", "deleting old ones")  # the commit's thread may be here when ``commit`` returns
+_LATE_PHASES = ("sealing", "flipping", "deleting old ones")  # when ``commit`` returns, its thread may be here
 
 
 def phases(recording: Recording, generations: str) -> list[str]:
-    """Return, for every number of operations, the phase of a commit in which a cut after them falls."""
+    """Return the phase of a commit that a power cut hits, by the number of operations before the cut."""
     phase, found = "before the first commit", []
     for operation in recording.operations:
         found.append(phase)
@@ -115,7 +118,7 @@ def phases(recording: Recording, generations: str) -> list[str]:
 
 
 def choose_cuts(recording: Recording, generations: str, num: int, chance: random.Random) -> list[tuple[int, Survival]]:
-    """Choose ``num`` cuts: two fifths while a commit is sealed and flipped, the others evenly; survivals in turn."""
+    """Choose ``num`` cuts and what survives each. Two fifths hit the phases sealing and flipping, others the rest."""
     all_phases = phases(recording, generations)
     dense = [cut for cut, phase in enumerate(all_phases) if phase in ("sealing", "flipping")]
     others = [cut for cut, phase in enumerate(all_phases) if phase not in ("sealing", "flipping")]
@@ -138,7 +141,7 @@ def remake(root: Path, disk: Disk) -> None:
 
 
 def commit_again(history: History, layout: Layout, root: Path, survival: Survival, chance: random.Random) -> None:
-    """Resume from the survivors, commit once more, and cut the power again on the way."""
+    """Resume from the surviving files, commit once more, and check power cuts during and after this commit."""
     found = check_newest(root, layout, history)
     expected = dict(history.expected)
     with record(root) as recording, layout.open(root) if found else layout.new(root) as store:
@@ -155,7 +158,7 @@ def commit_again(history: History, layout: Layout, root: Path, survival: Surviva
 
 
 def cut_everywhere(layout: Layout, folder: Path, num: int) -> Iterator[str]:
-    """Cut a recorded run ``num`` times, check the survivors; yield the rows of a table."""
+    """Cut the power of a recorded run at ``num`` points and check the surviving files. Yield the rows of a table."""
     root = folder / "recorded"
     chance = random.Random(f"{layout.name} {num}")
     recording, expected = recorded(layout, root)
@@ -206,7 +209,7 @@ def test_a_power_cut_at_the_very_start_leaves_a_place_to_start(layout: Layout, f
         trainer = Trainer(store, History(), teller(recording))
         trainer.register(layout)
         trainer.commit()
-    for cut in range(40):  # directories are made and claimed
+    for cut in range(40):  # in these operations, directories are created and claimed
         for survival in chance.sample(SURVIVALS, 3):
             remake(root, cut_power(recording, cut, survival, chance))
             assert check_newest(root, layout, history) == 0, (recording.operations[cut - 1], survival)
@@ -225,7 +228,7 @@ def test_600_power_cuts_each_leave_a_whole_generation(layout: Layout, folder_in_
 
 
 class DoomedRun:
-    """Commits endlessly in a thread, until its drive dies."""
+    """Commits repeatedly in a thread, until its drive dies."""
 
     def __init__(self, root: Path, layout: Layout, history: History, start: int) -> None:
         self.history, self.error = history, None
@@ -253,7 +256,7 @@ class DoomedRun:
 
 
 def cut_for_real(drive: Drive, layout: Layout, num: int, chance: random.Random) -> Counter[str]:
-    """Kill a drive ``num`` times during commits; count which generation survived."""
+    """Kill a drive ``num`` times during commits, and count which generation survived."""
     history, found = History(), 0
     rows: Counter[str] = Counter()
     for _ in range(num):

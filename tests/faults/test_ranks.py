@@ -1,4 +1,4 @@
-"""Several processes, one with a full drive, on a small real file system."""
+"""A run of several ranks in which one rank has a full drive, a small real file system."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ KEYS = [
 
 @pytest.mark.slow
 def test_a_drive_of_one_rank_that_is_full_for_real(small_drive: Any, tmp_path: Path) -> None:
-    """Every save makes new files for changes: rank 1 finds no space, all ranks wait, and then continue together."""
+    """Saves need new files for changed blocks. Rank 1 has no space, so all ranks wait, and then continue together."""
     run = make_run(tmp_path / "run")
     drive = run.folder / "drive"
-    claim_directory(drive)  # as an earlier run has done: otherwise the folder belongs to a stranger
+    claim_directory(drive)  # as an earlier run would; otherwise, the run refuses the folder
     small_drive.store.mkdir()
     (drive / "rank00001").symlink_to(small_drive.store)
     on_drive = [*KEYS, "--set", f"tiers.nvme.0.path={drive}"]

@@ -1,4 +1,4 @@
-"""Whole runs on drives that are full, fail, die or wear out: the messages and the losses."""
+"""Complete runs on drives that are full, fail, die or wear out: their messages and final weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ size = "40MiB"
 
 @dataclass
 class Work:
-    """A folder with a model and data, and the command."""
+    """Folder with a model and data, in which the command runs."""
 
     folder: Path
 
@@ -76,7 +76,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that needs more RAM than the runs here get, and its result on a drive without faults."""
+    """Return a folder with the result of a run without faults. The tests run its model with less RAM than it needs."""
     folder = tmp_path_factory.mktemp("good")
     make_run(folder)
     result = Work(folder).run(out="without_faults", ram="64MiB")
@@ -94,7 +94,7 @@ def work(good: Path, tmp_path: Path) -> Work:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
-    """Faults that every new engine gets."""
+    """Return a list. Every new ``FileEngine`` has the faults in this list."""
     faults: list[Fault] = []
     real = FileEngine.__init__
 
@@ -161,7 +161,7 @@ def test_eio_ends_the_run_with_one_message(work: Work, faults, on: str) -> None:
 def test_single_eio_ends_the_run_or_has_no_effect(work: Work, faults) -> None:
     faults.append(Fault("error", "write", errno.EIO, skip=30, times=1))
     result = work.run()
-    if result.exit_code:  # a fetch waited for exactly that space
+    if result.exit_code:  # a fetch was waiting for the space of that block
         check_failure(result, "write failed: Input/output error (EIO)")
     else:
         assert "stays in memory" in result.stdout
@@ -184,7 +184,7 @@ def test_the_limit_of_wear_ends_the_run_before_it_is_passed(work: Work) -> None:
     counter = work.folder / "scratch/WEAR.json"
     assert work.run(out="unlimited").exit_code == 0
     once = json.loads(counter.read_text())["written_bytes"]
-    limit = once + once // 2  # total over all runs
+    limit = once + once // 2  # for all runs together
     check_failure(work.run(more=f'max_written = "{limit}B"'), "max_written", "scratch", "Raise max_written")
     assert once < json.loads(counter.read_text())["written_bytes"] <= limit
     result = work.run(more=f'max_written = "{3 * once}B"')
@@ -226,7 +226,7 @@ def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], No
 
 @pytest.mark.fault
 def test_next_run_reports_a_killed_run(work: Work) -> None:
-    """SIGKILL hits the middle of the third step; the next run reports what it took over and continues undisturbed."""
+    """SIGKILL hits at the start of the third step. The next run reports that it took over leftovers, and succeeds."""
     script = f"""
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
@@ -251,7 +251,7 @@ Work(Path({str(work.folder)!r})).run()
 
 @pytest.mark.fault
 def test_a_drive_that_fills_up_for_real_pauses(work: Work, small_drive, quick_retry, monkeypatch) -> None:
-    """A backup links the run's files: every write then needs a new file, and there is no space."""
+    """A backup makes hard links to the run's files. Every write then needs a new file, and there is no space for it."""
     import os
 
     def freeze_and_fill() -> None:

@@ -1,4 +1,4 @@
-"""A path that slows down during the work is named, with figures; the test controls the clock."""
+"""A path that slows down during the work is named in a notice, with its rates. The tests control the clock."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_two_slow_windows_in_a_row_are_news_once() -> None:
     for number in range(5 * 4):
         move(meter, clock, 0.001, news, is_write=number % 2 == 0)
     assert meter.rates().recent_bytes_per_s == pytest.approx(MiB / 0.001)
-    for _ in range(4):  # one slow window can be anything
+    for _ in range(4):  # one slow window may be a coincidence
         move(meter, clock, 0.004, news)
     for _ in range(4):
-        move(meter, clock, 0.0025, news)  # slower, but not below a third
+        move(meter, clock, 0.0025, news)  # slower, but above a third of the usual rate
     for _ in range(4):
         move(meter, clock, 0.004, news)
     assert news == []
@@ -77,7 +77,7 @@ def test_the_slow_one_of_two_paths_is_named(tmp_path: Path, faulty_links) -> Non
     tier = NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB, chunk_bytes=64 * KiB, on_notice=notices.append)
     tier.meters = [PathMeter(window_bytes=256 * KiB, clock_s=clock) for _ in tier.paths]
     ram = RamTier(8 * MiB, pin_memory=False)
-    read, write, mover = faulty_links(tier, ram, num_threads=1)  # all paths share the clock
+    read, write, mover = faulty_links(tier, ram, num_threads=1)  # one thread, because all paths share the clock
     mover._sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
     mover.faults = [Fault("late", on, latency_s=0.001) for on in ("read", "write")]  # type: ignore[arg-type]
     home, slot = tier.allocate(MiB, name="block", home=True), ram.allocate(MiB, name="block", home=False)

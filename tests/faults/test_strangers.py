@@ -1,4 +1,4 @@
-"""Run folders, data and models of other users, names on screens, and secrets in the environment."""
+"""Untrusted run folders, data and models, control characters in printed names, and secrets in the environment."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_secret_of_the_environment_is_written(done: SavedRun) -> None:
 
 
 def test_a_folder_that_everybody_can_write_in_is_warned_of(tmp_path: Path) -> None:
-    """Its contents are not refused: the user may intend it."""
+    """The run only warns, because the user may have set these permissions on purpose."""
     run = make_run(tmp_path)
     for folder, mode in ((run.out, 0o777), (run.out / "checkpoints", 0o1777), (run.folder / "drive", 0o757)):
         folder.mkdir()
@@ -86,7 +86,7 @@ def test_a_folder_that_everybody_can_write_in_is_warned_of(tmp_path: Path) -> No
 
 
 def write_one(folder: Path, path: str, generation: int = 1, xxh3_64: str = "0" * 16, **meta: Any) -> None:
-    """Write a document that makes a generation elsewhere a checkpoint of one rank."""
+    """Write a document with one checkpoint of one rank. The checkpoint refers to a generation in ``path``."""
     ranks = (RankGeneration(path, generation, xxh3_64),)
     write_document(folder, [Checkpoint(folder, 9, ranks, meta)])
 
@@ -97,7 +97,7 @@ def listed(folder: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("path", ["../../mine/out/checkpoints", "ABSOLUTE", ".", "rank00001", "rank00000/../..", ""])
 def test_rank_paths_outside_the_run_are_refused(path: str, run: SavedRun, done: SavedRun, tmp_path: Path) -> None:
-    """Otherwise `ckpt rm` on a stranger's folder would remove the user's checkpoint."""
+    """Otherwise, `ckpt rm` on a stranger's folder could remove a checkpoint of the user."""
     mine = done.copy(tmp_path / "mine")
     before = contents(mine.folder)
     place = str(mine.out / "checkpoints") if path == "ABSOLUTE" else path
@@ -117,7 +117,7 @@ def test_removal_through_a_link_is_limited_to_sealed_files(run: SavedRun, done: 
     assert generation in list_generations(mine)
     with pytest.raises(StopIteration):
         listed(folder)
-    # The user's checkpoints on another drive, behind a link: the document has the checksum of the manifest there.
+    # A user's own checkpoints may be linked from another drive. Their document has the checksum of the manifest.
     write_one(folder, "rank00000", generation, manifest_checksum(mine, generation))
     forget_checkpoint(listed(folder))
     assert generation not in list_generations(mine)
@@ -207,7 +207,7 @@ def test_absurd_headers_of_safetensors(name: str, tmp_path: Path) -> None:
     names = ("dtype", "shape", "data_offsets")
     fields = {key: dict(zip(names, entry, strict=True)) for key, entry in HEADERS[name].items()}
     (tmp_path / "a.safetensors").write_bytes(header(fields, bytes(8)))
-    if name == "texts":  # numbers in quotes are numbers
+    if name == "texts":  # numbers in quotes are accepted
         assert TensorFile(tmp_path / "a.safetensors").records["a"].shape == (2,)
         return
     with pytest.raises(ModelFolderError):
@@ -339,7 +339,7 @@ def test_decompression_bomb_in_a_list_column_is_refused(rows: str, tmp_path: Pat
 
 
 def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A billion equal numbers in one row take a few bytes of a file: they are refused before any is unpacked."""
+    """A billion equal numbers in a row need only a few bytes in a file. They are refused before any is decompressed."""
     import pyarrow
     import pyarrow.parquet
 
@@ -381,7 +381,7 @@ def test_shown_text_has_no_control_sequences(text: str) -> None:
 def test_texts_without_controls_stay() -> None:
     text = "plain, \u00fcml\u00e4ut, \u65e5\u672c\u8a9e, \U0001f600\tand\n\x1b[31mred\x1b[0m"
     assert escape_controls(text) == text
-    assert escape_controls("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # a redrawn line
+    assert escape_controls("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # redraws a line
 
 
 def assert_shown(output: str) -> None:

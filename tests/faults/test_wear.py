@@ -1,4 +1,4 @@
-"""Bytes written to a path: counted for its life, through crashes, and never more than the limit."""
+"""Bytes written to a path are counted for its lifetime, even across crashes, and never exceed the limit."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_count_is_disabled_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: p
 def test_a_count_that_cannot_be_read_is_not_taken_for_zero(tmp_path: Path, text: str) -> None:
     NvmeTier([tmp_path / "0"], MiB).close()
     (tmp_path / "0" / WEAR_NAME).write_text(text)
-    for _ in range(2):  # the lock is given up
+    for _ in range(2):  # the first attempt must release the lock
         with pytest.raises(TieredError, match=r"WEAR\.json.*delete it to count from zero"):
             NvmeTier([tmp_path / "0"], MiB)
     (tmp_path / "0" / WEAR_NAME).unlink()

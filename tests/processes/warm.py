@@ -143,8 +143,8 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
         payload = json.dumps(request).encode()
-        # The intermediate process ends before the server answers. The nearest subreaper above the server then adopts the
-        # new process, so this process must be a subreaper. After that, init must adopt orphans of tested programs.
+        # The intermediate process ends before the server answers. The new process is then adopted by the nearest
+        # subreaper above the server, which must be this process. Later, init must adopt orphans of tested programs.
         _set_subreaper(True)
         try:
             socket.send_fds(connection, [len(payload).to_bytes(8, "little")], list(streams))
