@@ -62,7 +62,7 @@ def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
 
 
 def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path) -> None:
-    """Each difference gives one message, and nothing is written. An error of a single rank names the rank."""
+    """Each difference gives one message, and nothing is written. The message names the rank if one rank is wrong."""
     config = made.write_config()
     elsewhere = other_config(made, made.folder / "elsewhere.toml", '"model"', '"nowhere"')
     ended = run_ranks([config, elsewhere], *OPTIONS)
@@ -109,7 +109,7 @@ def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
 
 
 def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -> None:
-    """Four rows would fit into one micro-batch, but three lanes need three. Results do not depend on the processes."""
+    """Four rows would fit one micro-batch, but three lanes need three. Any number of processes gives equal results."""
     found = []
     for size in (1, 3):
         run = made.copy(tmp_path / str(size))
@@ -125,7 +125,7 @@ def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -
     assert "Write train_batch_tokens = 256, or start at most 4 processes" in refused.output
     assert made.call(*words, "8", *options("train_batch_tokens=256", "tiers.ram.size=1GiB")).exit_code == 0
     assert made.call(*words, "4").exit_code == 0
-    # With two micro-batches, three processes are refused. The number of processes in the message works.
+    # With two micro-batches, three processes are refused. Two processes are accepted, as the message says.
     words = ["run", in_tokens(made, 2 * 32), "--dry-run", "--processes"]
     assert "or start at most 2 processes" in made.call(*words, "3").output
     assert made.call(*words, "2").exit_code == 0
@@ -147,7 +147,7 @@ def test_externally_started_ranks_must_match_the_config(made: SavedRun) -> None:
 
 
 def test_each_rank_selects_its_gpu_before_the_first_query(made: SavedRun, tmp_path: Path) -> None:
-    """CUDA reads CUDA_VISIBLE_DEVICES at the first query, even at a check for a GPU. A later change has no effect."""
+    """CUDA reads CUDA_VISIBLE_DEVICES at the first query, even ``is_available``. A later change has no effect."""
     files = [tmp_path / f"asked{rank}" for rank in range(2)]
     happens = ";".join(f"{rank}:asks:{file}" for rank, file in enumerate(files))
     config = made.copy(tmp_path / "run").write_config()
@@ -343,7 +343,7 @@ max_samples = 9
 eval_steps = 2
 metric_for_best_model = "eval_loss"
 greater_is_better = true
-"""  # the first evaluation has the largest loss, so it is the best one here
+"""  # the first evaluation has the largest loss, so it counts as the best
 
 
 def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
@@ -509,7 +509,7 @@ IN_CI = [(2, "1:kill:all whole:2"), (3, "0:kill:document written:3")]
 
 
 def any_kill(draw: random.Random) -> tuple[int, str]:
-    """Draw a number of processes, and which rank to kill at which instant. "" means a kill from outside at any time."""
+    """Draw a number of processes, and which rank to kill at which instant, or "" for a kill at a random time."""
     size = draw.choice((1, 2, 2, 3))
     if size == 1 or draw.random() < 0.4:
         return size, ""
@@ -655,7 +655,7 @@ def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
 
 
 def requeue_condition(out: Path) -> str:
-    """Return the shell command in docs/distributed.md that decides whether to requeue a job, but for ``out``."""
+    """Return the shell command in docs/distributed.md that decides whether to requeue a job, adapted to ``out``."""
     page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
     (condition,) = re.findall(r"^(grep .*) && scontrol requeue", page, flags=re.MULTILINE)
     assert "outputs/first/" in condition

@@ -1,4 +1,4 @@
-"""Output of `run` before the first step: a plan for a new run, a line for a resumed run, neither before an error."""
+"""Before its first step, `run` prints a plan for a new run, a line for a resumed run, and neither before an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_plan_before_an_error(
 
 
 def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) -> None:
-    """One message lists changed keys, data files and ``config.json``, before rows are tokenized and a plan is made."""
+    """One message lists changed keys, data files and ``config.json``, before rows are tokenized or a plan is made."""
     run = trained.copy(tmp_path / "w")
     words = ("--set", "lr_scheduler_type=cosine", "--set", f"data.cache_dir={tmp_path / 'tokens'}")
     (run.folder / "moved.txt").write_bytes((run.folder / "data.txt").read_bytes())

@@ -43,7 +43,7 @@ def call(cli_module: CliModule) -> Callable[..., Result]:
 
 
 def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: timedelta = timedelta()) -> None:
-    """Write the files of a run that ended or died. Its last status is ``ago`` old."""
+    """Write the files that a run leaves when it ends or dies. ``ago`` is the age of its last status."""
     with RunFolder(path) as folder:
         (path / "metrics.jsonl").touch()
         write_status(folder.path, status)

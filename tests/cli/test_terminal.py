@@ -97,7 +97,7 @@ class Terminal:
 
 
 def screen(text: str) -> list[str]:
-    """Return the lines that a terminal shows after this text. The last item is the cursor: visible or hidden."""
+    """Return the lines that a terminal shows after this text. The last item says whether the cursor is visible."""
     lines, row, column, cursor = [""], 0, 0, "visible"
     for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)", text):
         value, kind, back, feed, plain = match.groups()

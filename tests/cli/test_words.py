@@ -34,7 +34,7 @@ def test_plan_lists_resident_and_streamed_blocks(run: SavedRun) -> None:
 
 
 def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
-    """A tier with free space keeps more copies than a step needs at least."""
+    """A tier with free space keeps more copies than the minimum that a step needs."""
     config = run.write_config(placement=ON_NVME, more=NVME, out="streamed", steps=2)
     planned = json.loads(run.call("plan", config, "--json").stdout)
     result = run.call("run", config, "--json")

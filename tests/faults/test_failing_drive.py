@@ -213,7 +213,7 @@ def test_random_faults_never_lose_or_invent_bytes(tmp_path: Path, make_rig) -> N
         number = chance.randrange(3)
         try:
             if chance.random() < 0.4:
-                rig.put(number, value % 256)  # an error is raised before the value is written
+                rig.put(number, value % 256)  # an error is raised before this value is written
                 newest[number] = {value % 256}
             else:
                 assert rig.get(number) == newest[number]

@@ -1,4 +1,4 @@
-"""Copies of a live run, made file by file like with ``cp -r`` or ``rsync``, can be resumed.
+"""Copies of a live run, made file by file as by ``cp -r`` or ``rsync``, can be resumed.
 
 The long test runs with ``pytest -m slow tests/faults/test_live_copies.py``.
 """

@@ -118,7 +118,7 @@ def phases(recording: Recording, generations: str) -> list[str]:
 
 
 def choose_cuts(recording: Recording, generations: str, num: int, chance: random.Random) -> list[tuple[int, Survival]]:
-    """Choose ``num`` cuts and what survives each. Two fifths hit the phases sealing and flipping, others the rest."""
+    """Choose ``num`` power cuts and what survives each. Two fifths are in the phases sealing and flipping."""
     all_phases = phases(recording, generations)
     dense = [cut for cut, phase in enumerate(all_phases) if phase in ("sealing", "flipping")]
     others = [cut for cut, phase in enumerate(all_phases) if phase not in ("sealing", "flipping")]

@@ -76,7 +76,7 @@ class Work:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the result of a run without faults. The tests run its model with less RAM than it needs."""
+    """Return a folder with a model and the result of a run without faults. Tests use less RAM than the model needs."""
     folder = tmp_path_factory.mktemp("good")
     make_run(folder)
     result = Work(folder).run(out="without_faults", ram="64MiB")
@@ -94,7 +94,7 @@ def work(good: Path, tmp_path: Path) -> Work:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
-    """Return a list. Every new ``FileEngine`` has the faults in this list."""
+    """Return an empty list. Every new ``FileEngine`` gets the faults that a test adds to the list."""
     faults: list[Fault] = []
     real = FileEngine.__init__
 

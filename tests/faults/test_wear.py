@@ -1,4 +1,4 @@
-"""Bytes written to a path are counted for its lifetime, even across crashes, and never exceed the limit."""
+"""The bytes written to a path are counted over its lifetime, even across crashes, and never exceed the limit."""
 
 from __future__ import annotations
 

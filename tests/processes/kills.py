@@ -1,4 +1,4 @@
-"""Kills real runs at random times and restarts them until they finish with the results of an undisturbed run.
+"""Kills real runs at random times, and restarts them until they finish. The results must equal an undisturbed run.
 
     PYTHONPATH=.:tests python -m processes.kills --kills 200 --stops 30
 

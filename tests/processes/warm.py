@@ -197,7 +197,7 @@ def _preload() -> None:
     sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # replace the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
-    if not torch.backends.cuda.is_built():  # in CUDA builds, a plan starts autograd threads, which a fork loses
+    if not torch.backends.cuda.is_built():  # in CUDA builds, a plan starts autograd threads, lost in a fork
         _plan_once()
     del sys.path[:2]
     assert threading.active_count() == 1, threading.enumerate()
