@@ -1,4 +1,4 @@
-"""What every test may rely on: no network, few threads, repeatable examples, no device test without a device."""
+"""Setup of all tests: no Hugging Face Hub, one thread, reproducible Hypothesis examples, GPU tests only with a GPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import shutil
 import signal
 import tempfile
 
-os.environ.pop("COLUMNS", None)  # which xdist gives its workers: texts are printed as into a file
+os.environ.pop("COLUMNS", None)  # xdist sets this in its workers; without it, output is formatted as for a file
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Figures that doctor measured on this machine decide placements; tests start without any. XDG: must be absolute.
+# Rates that `doctor` measured on this machine affect placements, so tests start with an empty cache. XDG requires an
+# absolute path.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatrain-tier-tests-")
 
-# Processes share what they traced. Made by the first, and removed by it.
+# The processes of a test run share traces in this folder. The first process creates and removes it.
 if "KEPT_TRACES" not in os.environ:
     os.environ["KEPT_TRACES"] = tempfile.mkdtemp(prefix="megatrain-tier-traces-")
     atexit.register(shutil.rmtree, os.environ["KEPT_TRACES"], ignore_errors=True)
 
-# Which rows of tests/pairs run is decided once: processes of one run agree, also at midnight.
+# This seed selects the rows of tests/pairs that run. It is set once, so that all processes agree even after midnight.
 os.environ.setdefault("PAIRS_SEED", datetime.datetime.now(datetime.UTC).date().isoformat())
 
 from collections.abc import Iterator
@@ -39,22 +40,23 @@ from megatrain.machine.file_systems import file_system_of
 if TYPE_CHECKING:
     from processes.saved_run import SavedRun
 
-# A run refuses tmpfs as a drive, and on many systems the usual folder for temporary files is one.
+# A run refuses tmpfs as a drive, and on many systems the default folder for temporary files is on tmpfs.
 if file_system_of(Path(tempfile.gettempdir())).medium == "memory" and os.access("/var/tmp", os.W_OK):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
-# A background job or nohup leaves these ignored, also in the processes that tests start; some tests send them.
+# Background jobs and nohup ignore these signals, and child processes inherit this. Some tests send the signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-gc.disable()  # until all tests are collected: collections during imports take ten seconds and free little
+gc.disable()  # until pytest has found all tests, because garbage collection during imports takes ten seconds
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-#: Folders whose matrices take minutes, and how many cases of one test run without `-m slow`: evenly spread.
+#: Folders, files and tests with so many cases that they take minutes. Without `-m slow`, one in `SHARE` cases of a test
+#: runs, and further cases for missing pairs of options. Tests with fewer than `FEWEST` cases run completely.
 LONG_MATRICES = (
     "tests/parity/",
     "tests/gpu/",
@@ -90,8 +92,8 @@ LONG_MATRICES = (
     "tests/tiered/test_posix_link.py::test_blocks_come_back_and_zarr_reads_the_same_bytes",
     "tests/tiered/test_pruning.py",
 )
-SHARE, FEWEST = 17, 2  # a prime, so that the kept cases have different values of each parameter
-#: Exceptions: all cases run, because they take milliseconds and differ, or because no other test is of their kind.
+SHARE, FEWEST = 17, 2  # SHARE is prime, so that the kept cases have different values of each parameter
+#: Exceptions, of which all cases run: fast tests whose cases differ, and tests that no other test resembles.
 SHORT = (
     "tests/megatrain/embed/test_optimizer.py::test_cleared_gradients_are_not_used",
     "tests/gpu/test_freed_memory.py",
@@ -102,7 +104,7 @@ SHORT = (
     "tests/parity/test_distill.py::test_logits_in_parts_give_loss_and_gradient_of_plain_torch",
     "tests/parity/test_parts.py",
 )
-#: Benches that other tests of test_benches.py run as well, or whose parts do.
+#: Benches that are slow in `test_rows`. Other tests of test_benches.py also run them or their parts.
 LONG_BENCHES = (
     "process_memory",
     "large",
@@ -117,7 +119,7 @@ LONG_BENCHES = (
 )
 
 
-#: Single tests of half a minute and more: at the end, other processes would wait for them.
+#: Files with tests that take half a minute or more. If they ran last, the other processes would wait for them.
 FIRST = (
     "tests/faults/test_kills.py",
     "tests/megatrain/plan/test_headline_plans.py",
@@ -127,7 +129,7 @@ FIRST = (
     "tests/test_wheel.py",
 )
 
-#: Tests of what is traced, and those that plan nothing: no plan takes the trace of an earlier one, but by
+#: Tests of the trace itself, and tests that plan nothing. They do not use the cache of traces, except in
 #: `oracles.tiered_run.plan_of`.
 TRACED_ANEW = (
     "tests/megatrain/engine/",
@@ -144,13 +146,13 @@ _FILE = pytest.StashKey[Path]()
 
 
 def pytest_report_header() -> str:
-    """Say which runs of ``tests/pairs`` are today's."""
+    """Return the seed that selects today's rows of ``tests/pairs``."""
     return f"tests/pairs: PAIRS_SEED={os.environ['PAIRS_SEED']}"
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread of torch: at tiny shapes more would only change the order of sums."""
+    """Limit torch to one thread. With tiny shapes, more threads would only change the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -159,7 +161,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans of the same model on the same rows take one trace."""
+    """Let plans of the same model on the same rows share one trace, except in the tests of ``TRACED_ANEW``."""
     if request.node.nodeid.startswith(TRACED_ANEW):
         monkeypatch.delenv("KEPT_TRACES")
         yield
@@ -172,7 +174,7 @@ def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A folder with a model of 0.1 M parameters and some text; tests copy it, or only read it."""
+    """Create a run folder with a model of 0.1 M parameters and some text. Tests copy it, or only read it."""
     from processes.saved_run import make_run
 
     return make_run(tmp_path_factory.mktemp("untrained") / "w")
@@ -180,18 +182,18 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 @pytest.fixture(scope="session")
 def unbroken(untrained: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """The same after a run of 6 steps in RAM, saved at 2, 4 and 6, that nothing happened to; tests copy it."""
+    """Train ``untrained`` for 6 steps in RAM without interruption, saving at steps 2, 4 and 6. Tests copy the folder."""
     run = untrained.copy(tmp_path_factory.mktemp("unbroken") / "w")
     result = run.run(steps=6)
     assert result.exit_code == 0, result.output
     return run
 
 
-@pytest.hookimpl(tryfirst=True)  # before fixtures of the next file are made
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the next file are created
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have the collector pass over what earlier files left for good: modules, caches, what libraries keep.
+    """Exclude the permanent objects of earlier files, such as modules and caches, from garbage collection.
 
-    Each device in software ends with a collection, which takes seconds among all objects of a run that is half over.
+    Each software device ends with a garbage collection, which would take seconds with all objects of a long test run.
     """
     if item.config.stash.get(_FILE, None) != item.path:
         item.config.stash[_FILE] = item.path
@@ -199,10 +201,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_long_matrices(items)
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))  # stable: files stay together
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))  # a stable sort keeps files together
     if torch.cuda.is_available():
         return
     for item in items:
@@ -215,13 +217,13 @@ def pytest_collection_finish() -> None:
 
 
 def mark_long_matrices(items: list[pytest.Item]) -> None:
-    """Mark as slow what the first cases of a test show already; `-m slow` runs all of it."""
+    """Mark the cases of long test matrices as slow, except for a sample of each test."""
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        is_slow = item.get_closest_marker("slow") is not None  # as it says itself: another one must stay
+        is_slow = item.get_closest_marker("slow") is not None  # in its file, so it cannot be the kept case
         if item.nodeid.startswith(LONG_MATRICES) and not is_slow:
-            # Apart: else all that are left of a test might be those on a device in software, and none on a GPU.
+            # GPU cases are sampled separately. Otherwise, all kept cases of a test might use a software device.
             cases.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
@@ -235,9 +237,9 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
 
 
 def pairs_left_out(group: list[pytest.Item], kept: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of a test that have a pair of options which no kept case has.
+    """Return additional cases of a test, so that the kept cases have all pairs of options that occur.
 
-    An option is a parameter with two values. Parameters with more, such as families of models, are only sampled.
+    An option is a parameter with two values. Parameters with more values, such as model families, are only sampled.
     """
     values: dict[str, set[str]] = {}
     for item in group:
@@ -260,6 +262,6 @@ def pairs_left_out(group: list[pytest.Item], kept: list[pytest.Item]) -> list[py
 
 
 def _parameters_of(item: pytest.Item) -> dict[str, str]:
-    """Return the parameters of a case as texts: pytest's own numbers of direct ones count cases."""
+    """Return the parameter values of a case as strings. ``callspec.indices`` would number the cases, not the values."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return {name: str(value) for name, value in parameters.items()}

@@ -1,7 +1,7 @@
 """Metrics of the code base: imports between packages, and the measurements of ``test_architecture.py``.
 
-``python -m tests.house`` prints the metrics, for the commit message of a change that affects one. ``--lower`` lowers
-the bounds in ``house_bounds.json`` to the metrics. CONTRIBUTING.md explains how a feature can pay for a bound.
+``python -m tests.house`` prints the metrics, for the commit message of a change that affects them. ``--lower`` lowers
+the bounds in ``house_bounds.json`` to the metrics. CONTRIBUTING.md explains what to do if a change exceeds a bound.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
     "embedding": ("megatrain.embed",),
-    # Not `device.attention`, which knows the sizes of torch's kernels but no model, like `device.work`. Not
-    # `models.passthrough`, which accounts for each tensor of a folder (loaded, copied or refused). Not
-    # `models.quantized`, which decodes a folder's bytes, because file formats of tensors are comparable to dtypes.
+    # Three modules look like converters but belong to lower layers. `device.attention` knows the sizes of torch's
+    # kernels but no model, like `device.work`. `models.passthrough` only accounts for each tensor of a folder (loaded,
+    # copied or refused). `models.quantized` only decodes bytes, because a file format of tensors is like a dtype.
     "converters": (
         "megatrain.converters",
         "megatrain.models.in_place",
@@ -83,7 +83,7 @@ READING_ORDER = (
 )
 
 
-#: Words for each factor of tests/pairs and `docs/glossary.md`. A file with such a word depends on the factor.
+#: Factor (a feature) -> regular expression of its words. A file that contains such a word depends on the factor.
 FACTOR_WORDS: Mapping[str, str] = {
     "adapters": "adapters?|lora",
     "averages": "averages?|averaged",
@@ -100,7 +100,7 @@ FACTOR_WORDS: Mapping[str, str] = {
     "saved results": "saved_results?|saved results?",
 }
 
-#: First words of entries that only continue their name. Good entries begin with a noun or a unit.
+#: First words of vague Args entries, such as "of the model". Good entries begin with a noun or a unit.
 VAGUE = r"(of|what|that|as)\b"
 
 #: Words in names of a run's metrics, such as `nbytes` and `link_bytes`.
@@ -215,7 +215,7 @@ def upward_pairs() -> set[tuple[str, str]]:
 
 
 def internal_imports_of_tools() -> set[tuple[str, str]]:
-    """Return (importer, imported) for tools' imports of `megatrain` modules that are not public, lower or tools."""
+    """Return (importer, imported) for the tools' imports from any layer except `tiered`, base, api and tools."""
     return {
         (importer, imported)
         for importer, imported in file_pairs()
@@ -224,7 +224,7 @@ def internal_imports_of_tools() -> set[tuple[str, str]]:
 
 
 def import_cycles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
-    """Return the sets of packages with import cycles, direct or indirect (Tarjan's algorithm)."""
+    """Return each set of packages that import each other, directly or indirectly (Tarjan's algorithm)."""
     edges: dict[str, set[str]] = defaultdict(set)
     for importer, imported in pairs:
         edges[importer].add(imported)
@@ -337,7 +337,7 @@ def glossary_words() -> set[str]:
 
 
 def vague_entries() -> tuple[int, int]:
-    """Return the number of Args and Attributes entries that begin with a vague word, and of all entries."""
+    """Return the number of Args and Attributes entries that begin with a vague word, and the number of all entries."""
     vague = total = 0
     for source in SOURCES:
         for node in ast.walk(source.tree):
@@ -427,7 +427,7 @@ def bounded() -> dict[str, dict[str, int]]:
         one_sided["/".join(path.relative_to(ROOT).parts[:2])] += count
     stems = Counter(source.path.stem for source in SOURCES if source.path.stem not in ("__init__", "__main__", "table"))
     return {
-        "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # for fixes
+        "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # space for fixes
         "files per factor": files,
         "uses": {"is_single and is_first": rank_tests},
         "file stems used more than once": {stem: count for stem, count in sorted(stems.items()) if count > 1},
@@ -438,7 +438,7 @@ def bounded() -> dict[str, dict[str, int]]:
 
 
 def read_bounds() -> dict[str, dict[str, int]]:
-    """Return the bounds of `bounded`."""
+    """Return the bound of each metric, by table and name."""
     bounds: dict[str, dict[str, int]] = json.loads(BOUNDS.read_text(encoding="utf-8"))
     return bounds
 

@@ -52,7 +52,7 @@ def _markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _python(text: str) -> Iterator[tuple[int, str]]:
-    """Yield comments, and lines of strings with at least five words, such as docstrings and messages."""
+    """Yield (line number, text) of comments, and of each line in strings of five or more words, such as messages."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#: ")

@@ -1,4 +1,4 @@
-"""The shape of the code: the imports between modules, and the cost of an import."""
+"""The structure of the code: imports between modules, the cost of an import, class sizes and docstring sections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import house
 from house import MODULES, PACKAGES, ROOT, SOURCES, imports, typing_only
 from megatrain.config.schema import RunConfig
 
-# A module may import modules of a lower rank, or of equal rank without a cycle. The longest prefix counts.
+# A module may import modules with a lower rank in this table, or with the same rank if there is no import cycle. The
+# longest matching prefix of a module's name applies.
 RANKS = {
     "tiered.units": 0,
     "tiered.lazy": 0,
@@ -61,7 +62,7 @@ RANKS = {
     "cli": 30,
 }
 
-# Modules that may import a heavy, optional or hardware-bound library.
+# Heavy, optional or hardware-bound library -> files and folders that may use it.
 RESTRICTED = {
     "kvikio": ("tiered/links/kvikio.py", "tiered/links/probe.py"),
     "cupy": (),
@@ -78,7 +79,7 @@ RESTRICTED = {
         "megatrain/engine/device/triton_kernels.py",
         "megatrain/optim/triton_kernels.py",
     ),
-    "safetensors": (),  # models/folder and models/export read headers and write shards, part by part
+    "safetensors": (),  # models/folder and models/export read and write these files themselves, part by part
     "transformers": (
         "megatrain/tasks/prompts.py",
         "megatrain/data/",
@@ -116,7 +117,7 @@ ALL_FOLDERS = sorted(path.parent for package in PACKAGES for path in (ROOT / pac
 
 
 def rank_of(module: str) -> int | None:
-    """Return the rank of the longest known prefix, or None outside this project."""
+    """Return the rank of a module's longest known prefix, or None for a module of another project."""
     parts = module.split(".")
     if parts[0] not in PACKAGES:
         return None
@@ -146,12 +147,12 @@ def test_imports_go_downward_only() -> None:
     assert not upward, "\n".join(upward)
 
 
-#: The only module outside the command that may import it, under its installed name.
+#: The only module outside `cli` that may import the command. It uses the installed name, `megatrain_tier_cli`.
 RUNS_THE_COMMAND = "megatrain.__main__"
 
 
 def test_only_one_module_imports_the_command() -> None:
-    """`torchrun -m megatrain run CONFIG` needs a module in this package; everything else stays below the command."""
+    """`torchrun -m megatrain run CONFIG` needs a module in `megatrain` that imports the command. No other may do so."""
     importers = {
         source.module
         for source in SOURCES
@@ -163,7 +164,7 @@ def test_only_one_module_imports_the_command() -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """Imports for types count: a type belongs to its concept, not to the module that creates it."""
+    """Imports under ``TYPE_CHECKING`` also count: a type is defined with its concept, not where objects are created."""
     edges = {
         source.module: {name for _, name in imports(source) if name in MODULES} - {source.module} for source in SOURCES
     }
@@ -181,8 +182,8 @@ def test_no_circle_of_imports() -> None:
     assert done == MODULES
 
 
-#: Pairs (importer, imported) in which a layer imports one above it (``house.LAYERS``), by their remedy. A pair that no
-#: longer exists must be removed here, and new ones are forbidden: the layer above passes its objects down.
+#: Imports of a higher layer (``house.LAYERS``) that still exist: remedy -> "importer -> imported". If an import is gone,
+#: remove it from this table. New ones are forbidden: the higher layer must pass its objects down instead.
 UPWARD: dict[str, set[str]] = {}
 
 
@@ -193,8 +194,8 @@ def test_packages_import_only_lower_layers() -> None:
     assert known <= upward, f"these pairs are gone, take them from UPWARD: {sorted(known - upward)}"
 
 
-#: Pairs (importer, imported) in which a tool uses core internals in addition to `megatrain.api`, by the reason. A pair
-#: that no longer exists must be removed here, and new ones are forbidden: shared needs become public.
+#: Imports of core internals by tools: reason -> "importer -> imported". If an import is gone, remove it from this table.
+#: New ones are forbidden: the tool must use `megatrain.api`, which may get new public names.
 INTERNAL_IMPORTS_OF_TOOLS = {
     "its subject is a config: keys, what is wrong with them, whole tables": {
         "megatrain.extras.report.figures -> megatrain.config.keys",
@@ -221,7 +222,7 @@ def test_tools_import_only_public_names() -> None:
     assert known <= inside, f"these pairs are gone, take them from INTERNAL_IMPORTS_OF_TOOLS: {sorted(known - inside)}"
 
 
-#: Names of the engine for embedded modules: stand-ins for weights, sums of gradients, keys of blocks.
+#: Names of the engine that `megatrain.embed` may use: placeholders for weights, gradient sums and block keys.
 EMBEDDING_USES = {
     "megatrain.engine.unit.absent_weights.METADATA_QUERIES",
     "megatrain.engine.unit.absent_weights.placeholder",
@@ -246,7 +247,7 @@ def test_embedding_knows_little_of_the_engine() -> None:
 
 
 def test_one_file_of_embedding_knows_several_ranks() -> None:
-    """Sharded parameters of FSDP2 are separate: each rank updates its own part."""
+    """``ranks.dtensors`` does not count: with FSDP2, each rank updates only its own shards, without the other ranks."""
     importers = {
         source.module
         for source in SOURCES
@@ -270,7 +271,7 @@ def test_no_circle_of_packages() -> None:
     assert not house.import_cycles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
 
 
-# Figures that are too large and may only shrink: methods of a class, arguments of a core constructor.
+# Limits of sizes. The two tables contain exceptions, by class: numbers that are too large and may only shrink.
 MOST_METHODS = 30
 METHODS = {
     "tiered.store.TieredStore": 42,
@@ -279,7 +280,7 @@ MOST_ARGUMENTS = 10
 ARGUMENTS: dict[str, int] = {}
 MOST_STEP_PROGRAM_FIELDS = 9
 MOST_KNOWING_THE_CONFIG = 12
-MOST_LINES_TO_READ = 4_000  # some space for fixes; fewer features shorten files, not fewer comments
+MOST_LINES_TO_READ = 4_000  # with some space for fixes; to shorten a file, remove features instead of comments
 
 
 def assert_only_shrinks(found: Mapping[str, int], bounds: Mapping[str, int]) -> None:
@@ -302,14 +303,14 @@ def test_a_step_program_has_no_field_for_each_feature() -> None:
 
 
 def test_class_names_have_one_meaning() -> None:
-    """This holds for all classes, public or private: a reader who knows one class of a name knows all of them."""
+    """No two classes have the same name, public or private, so a reader always knows which class is meant."""
     assert not house.shared_class_names()
 
 
 def test_the_figures_of_the_house_only_shrink() -> None:
-    """Fewer factors keep the code small: lines, files that know a factor, shared file names, vague entries.
+    """Metrics such as lines of code, files per factor, reused file names and vague entries must not grow.
 
-    A figure that a test bounds on one side only lets a mistake pass: state it exactly, or with both bounds.
+    One metric counts figures that a test bounds on only one side. Such a test misses mistakes on the other side.
     """
     bounds = house.read_bounds()
     grown = [
@@ -358,7 +359,7 @@ def test_the_words_of_the_code_are_in_the_glossary() -> None:
     assert not set(KEY_WORDS) - house.glossary_words()
 
 
-#: Modules that may know a whole config. All others take the values that `megatrain.training.resolve` makes of it.
+#: Modules that may use a whole config. All others get the values that `megatrain.training.resolve` derives from it.
 KNOW_THE_CONFIG = {
     "megatrain.training.resolve",
     "megatrain.training.resolve_rows",
@@ -383,7 +384,7 @@ def test_few_modules_know_the_config() -> None:
 
 
 def test_keys_of_a_config_are_read_by_the_owners_of_their_tables() -> None:
-    """The holder of a whole config passes tables on, or combines values of several in ``resolve``."""
+    """Other modules get single tables, or values that ``resolve`` combines from several tables."""
     tables = {name for name, field in RunConfig.model_fields.items() if is_table(field.annotation)}
     found = [
         f"{source.name}:{node.lineno} {ast.unparse(node)}"
@@ -449,7 +450,7 @@ def is_untyped_tier(node: ast.arg | ast.AnnAssign) -> bool:
 
 
 def test_inside_the_command_imports_are_relative() -> None:
-    """Each module has one object: never both `cli.main` and `megatrain_tier_cli.main`."""
+    """With absolute imports, a module could be loaded twice, as `cli.main` and as `megatrain_tier_cli.main`."""
     own_names = {"cli", "megatrain_tier_cli"}
     absolute = [
         f"{source.name}:{node.lineno}"
@@ -464,7 +465,7 @@ def test_inside_the_command_imports_are_relative() -> None:
 
 @functools.cache
 def names_used() -> list[tuple[str, int, str]]:
-    """Return file, line and dotted name of every import that runs, and of every attribute."""
+    """Return (file, line, name) of every import that runs and of every attribute. Attribute names begin with "="."""
     found = []
     for source in SOURCES:
         skipped = typing_only(source.tree)
@@ -513,7 +514,7 @@ def reads_tensors_alone(call: ast.Call) -> bool:
 
 
 def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
-    """`torch.load` (except for tensors only) and pickle execute a file's contents; model folders come from anywhere."""
+    """`torch.load` (without `weights_only`) and pickle can execute code from a file, and anyone can write a model."""
     found = []
     for source in SOURCES:
         found += [f"{source.name}:{line} {name}" for line, name in imports(source) if name.split(".")[0] == "pickle"]
@@ -602,7 +603,7 @@ assert megatrain.plan.planner.plan_run is megatrain.plan_run
 
 
 def test_a_config_is_read_without_torch() -> None:
-    """So a mistake in it is reported at once, and a line is printed before anything takes seconds."""
+    """Mistakes in a config are therefore reported immediately, before slow imports."""
     code = """
 import sys
 import tiered, megatrain.config
@@ -649,7 +650,7 @@ def names_in_docstring(node: ast.AST) -> set[str]:
 
 
 def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
-    """Yield lines of Args, Attributes and Raises that are not the entry of one name, or contain a second entry."""
+    """Yield lines in Args, Attributes and Raises that are not an entry for exactly one known name."""
     section, indent = None, 0
     for line in docstring.splitlines():
         depth = len(line) - len(line.lstrip())
@@ -668,7 +669,7 @@ def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
 
 
 def test_sections_of_docstrings_have_one_entry_per_line() -> None:
-    """Tools (mkdocstrings, IDEs) can then show them, and a reader can find a name."""
+    """Tools such as mkdocstrings and IDEs can then show the entries, and a reader can find a name."""
     found = []
     for source in SOURCES:
         for node in ast.walk(source.tree):

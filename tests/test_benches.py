@@ -1,4 +1,4 @@
-"""Every bench runs at a tiny size; each row is readable alone, and its results other than times are ok."""
+"""Every bench runs at a tiny size. Its rows have all fields and unique names, and all targets except times are met."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ BENCH = ROOT / "bench"
 LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
-#: Benches that measure resident memory: a new interpreter holds no memory of other tests.
+#: Benches that measure resident memory. They run in a new interpreter, which has no memory from other tests.
 COLD = ("activations", "large", "process_memory")
-#: Smallest command line of every bench.
+#: Options of the smallest run of every bench.
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
@@ -75,7 +75,7 @@ ARGUMENTS = {
 
 @functools.cache
 def run(name: str, *words: str) -> list[dict[str, Any]]:
-    """Return the rows of a bench; it runs once, in a folder that it must leave empty."""
+    """Run a bench once, in a scratch folder that it must leave empty, and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         rows = run_in(name, Path(folder), *words)
         assert list(Path(folder).iterdir()) == []
@@ -102,8 +102,8 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-#: Three separate processes, each with a new interpreter: `ranks` covers this project's. A separate test covers the
-#: other one.
+#: Slow benches. `compare/ranks` starts three new interpreters, and the bench `ranks` covers this project's side. Another
+#: test runs `compare/disk_offload`.
 SLOW = ("compare/ranks", "compare/disk_offload")
 
 
@@ -125,7 +125,7 @@ def test_step_compares_the_sides() -> None:
     assert {row["T"] for row in rows.values()} == {64}
     assert all(rows[f"{side}.step"]["value"] > 0 for side in sides)
     assert rows["ratio.ours_ram/plain"]["target"] == 1.10
-    assert rows["ours_nvme.nvme->ram.moved"]["value"] > 0  # the drive takes part
+    assert rows["ours_nvme.nvme->ram.moved"]["value"] > 0  # the drive is used
     assert rows["loss.steps_that_differ_by_placement"]["value"] == 0
 
 
@@ -168,7 +168,7 @@ def test_recompute_modes_are_compared() -> None:
     flops = [rows[f"{name}.hardware_flops"] for name in ("whole", "full", "selective", "none")]
     assert flops[0] > flops[1] > flops[2] == flops[3] and rows["selective.hardware_per_model"] == 1.0
     assert rows["nvme.moved"] > rows["full.moved"] == 0
-    assert rows["filled.moved"] == rows["streamed.moved"] > 0 == rows["filled.layers_saving"]  # no rates in tests
+    assert rows["filled.moved"] == rows["streamed.moved"] > 0 == rows["filled.layers_saving"]  # without measured rates
     assert rows["ratio.step.none/whole"] > 0 and rows["none/full.blocks_that_differ"] == 0
 
 
@@ -204,7 +204,7 @@ def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
     rows = {row["name"]: row["value"] for row in run("compare/deepspeed")}
     for side in ("ours_bf16", "ours_fp32"):
         assert rows[f"{side}.step"] > 0
-        assert rows[f"{side}.losses"][1] < rows[f"{side}.losses"][0]  # the same tokens every step: it learns them
+        assert rows[f"{side}.losses"][1] < rows[f"{side}.losses"][0]  # each step has the same tokens
     assert rows["ours_bf16.memory_for_state"] < 12 * rows["ours_bf16.parameters"]  # the state is not all in RAM
 
 
@@ -242,13 +242,13 @@ def test_sides_on_one_device_agree_and_match_the_plan() -> None:
             assert rows[f"{part}.{side}.rate"]["value"] > 0 < rows[f"{part}.{side}.peak.peak_rss"]["value"]
             assert rows[f"{part}.{side}.losses"]["value"] == rows[f"{part}.ours.losses"]["value"]
         assert 0 < rows[f"{part}.ours.share_of_matmul_rate"]["value"] < 1
-    assert rows["20b_nvme.ours.nvme->ram.moved"]["value"] > 0  # the drive takes part
+    assert rows["20b_nvme.ours.nvme->ram.moved"]["value"] > 0  # the drive is used
     assert rows["20b_nvme.ours.home.nvme.optimizer"]["value"] > 0
     assert rows["7b_4k_equal.ours.predicted_step"]["value"] > 0 < rows["rates.drive.mixed"]["value"]
 
 
 def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of `gpu.py` at a tiny size, on a software GPU too small for everything."""
+    """Run `gpu.py` at a tiny size on a software GPU that is too small for everything. Return its rows by name."""
     out = folder / "made" / "rows.jsonl"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
@@ -277,7 +277,7 @@ def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
-    """torch has no profiler for it, so the host's operators count. The profiled step is not a measured one."""
+    """torch cannot profile a software GPU, so the rows are about the host's operators. The profiled step is an extra."""
     words = ["--parts", "7b_4k+bf16_gradients", "--profile", "--traces", str(tmp_path / "traces")]
     found = {name: row["value"] for name, row in on_virtual_gpu(tmp_path, *words).items()}
     start = "7b_4k+bf16_gradients.ours."
@@ -293,7 +293,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_gaps_are_times_without_kernels(tmp_path: Path) -> None:
-    """As torch writes them: three kernels on two streams, of which the last runs alone, and an overlapping copy."""
+    """The trace has torch's format: three kernels on two streams, the last one alone, and a copy that overlaps."""
     bars = [
         ("kernel", "gemm", 1000.0, 500.0),
         ("kernel", "norm", 1400.0, 200.0),  # on another stream, until 1600
@@ -325,7 +325,7 @@ def test_a_part_with_variants_is_ours_alone_with_other_tables() -> None:
     tables = part_named("long_32k+compile").tables["model"]
     assert tables == {"use_liger_kernel": False, "mlp_rows": 4096, "compile": True}
     assert PARTS["7b_64k"].rate == 12_000 and part_named("7b_64k+eager").rate is None
-    for name in VARIANTS:  # keys of a config, all of them
+    for name in VARIANTS:  # each changes only existing keys
         tables = part_named(f"7b_4k+{name}").tables
         texts = {f"{table}.{key}" if key else table for table, key in _keys(tables)}
         assert texts <= KEYS.keys(), texts
@@ -339,7 +339,7 @@ def _keys(tables: Any) -> list[tuple[str, str]]:
 
 
 def fifteen(folder: Path, *words: str, **variables: str) -> tuple[int, str, Path]:
-    """Return exit status, log and folder of results of a call of the script, at a tiny size."""
+    """Run a call of `gpu_fifteen.sh` at a tiny size. Return its exit status, log and result folder."""
     out = folder / "out"
     command = ["bash", str(BENCH / "gpu_fifteen.sh"), "--quick", words[0], str(out), *words[1:]]
     environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
@@ -384,9 +384,9 @@ def test_other_calls_of_the_script(tmp_path: Path) -> None:
     assert rows["plain.ours.rate"]["value"] > 0 < rows["7b_4k+any_kernel.ours.rate"]["value"]
 
 
-@pytest.mark.slow  # test_call_ends_if_the_tiny_model_fails is of its kind
+@pytest.mark.slow  # test_call_ends_if_the_tiny_model_fails is similar
 def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) -> None:
-    """No time is left for any line; numba cannot be imported until a wheel of the packages folder is unpacked."""
+    """The first call has no time for any command. In the second, numba cannot be imported before a wheel is unpacked."""
     late = tmp_path / "late"
     late.mkdir()
     status, log, _ = fifteen(late, "b", CALL_S="1")
@@ -424,7 +424,7 @@ def test_too_large_files_are_not_returned(tmp_path: Path) -> None:
 
 
 def write_wheel(folder: Path, name: str) -> None:
-    """Write a wheel of one empty module."""
+    """Write a wheel with one empty module."""
     folder.mkdir(parents=True, exist_ok=True)
     about = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
@@ -437,7 +437,7 @@ def write_wheel(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("call", ["a", "b"])
 @pytest.mark.parametrize("has_room", [True, False])
 def test_the_limits_of_a_call_add_up_to_less_than_the_call(call: str, has_room: bool) -> None:
-    """Otherwise, if each line takes its full limit, the last one lacks time. Lines for spare time do not count."""
+    """Otherwise, slow commands would leave no time for the last one. Commands that only use spare time do not count."""
     script = (BENCH / "gpu_fifteen.sh").read_text()
     (call_s,) = map(int, re.findall(rf"\b{call}\) call_s=\$\{{CALL_S:-(\d+)\}}", script))
     (lines,) = re.findall(rf"(?ms)^  {call}\)\n(.*?);;", script)
@@ -495,7 +495,7 @@ def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
-    """The time suffices for a few of the requested steps."""
+    """The time is enough for only a few of the requested steps."""
     part = PARTS["plain"].small()
     result = tmp_path / "result.json"
     job = Job(
@@ -513,7 +513,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides multiply before this project requests deterministic kernels, and torch reads the setting only once."""
+    """A side multiplies matrices before this project requests deterministic kernels, and torch reads the setting once."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     arguments = argparse.Namespace(
         layers=None,
@@ -536,7 +536,7 @@ def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeyp
 
 
 def test_failed_side_reports_the_end_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Its file is deleted with the scratch folder, and a row has space for three lines."""
+    """The output file is deleted with the scratch folder, and a row has space for only three of its lines."""
     arguments = argparse.Namespace(
         layers=None,
         quick=True,
@@ -574,7 +574,7 @@ def test_losses_that_cannot_be_compared_end_no_call(theirs: float, is_ok: bool, 
 
 
 def test_a_planned_peak_has_all_buffers() -> None:
-    """More buffers are made than the minimum of a step."""
+    """A run can allocate more buffers than the minimum that a step needs."""
     nothing: dict[str, int] = {}
     home = {"gpu": {"weights": 100}}
     placement = Placement({}, home, {"gpu": 20}, nothing, nothing, nothing, nothing, {"gpu": 5})
@@ -638,7 +638,7 @@ def test_overlapped_and_serial_updates_give_the_same_bits() -> None:
             assert rows[f"{prefix}.serial/overlapped.blocks_that_differ"]["value"] == 0
             assert rows[f"{prefix}.ratio.serial/overlapped"]["value"] > 0
     assert rows["sometimes.nvme/ram.blocks_that_differ"]["value"] == 0
-    assert rows["nvme.always.overlapped.nvme->ram.moved"]["value"] > 0  # the drive takes part
+    assert rows["nvme.always.overlapped.nvme->ram.moved"]["value"] > 0  # the drive is used
 
 
 def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> None:
@@ -671,10 +671,10 @@ def test_commit_writes_ram_blocks_and_links_the_rest() -> None:
 def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
     rows = {row["name"]: row["value"] for row in run("gsm8k")}
     assert len(rows["ours.losses"]) == len(rows["plain.losses"]) == rows["steps"] == 3
-    assert 0 < rows["trained_tokens"] < rows["tokens"]  # only the answers
+    assert 0 < rows["trained_tokens"] < rows["tokens"]  # only answers are trained
     assert rows["loss.max_relative_difference"] < 1e-5 and rows["weights.difference_over_move"] < 1e-3
     assert rows["test.after.ours"] < rows["test.before.ours"]
-    assert rows["ours.nvme->ram.per_step"] > 0  # it streams
+    assert rows["ours.nvme->ram.per_step"] > 0  # the run streams state from the drive
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The example configs as a user runs them, shortened; transformers opens the results."""
+"""Runs the example configs as a user would, but with fewer steps. transformers can load the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = "import sys; from {package}.main import main; main()"
 
 
 def run_example(name: str, folder: Path, *options: str, command: str = "run") -> subprocess.CompletedProcess[str]:
-    """Run (or check) a copy of the example next to its data, so that nothing is written into the repository."""
+    """Run a command on a copy of an example next to its data, so that nothing is written into the repository."""
     config = folder / name
     if not config.exists():
         shutil.copy(ROOT / "examples" / name, config)
@@ -31,7 +31,7 @@ def run_example(name: str, folder: Path, *options: str, command: str = "run") ->
         import megatrain_tier_cli  # noqa: F401
 
         package = "megatrain_tier_cli"
-    except ImportError:  # not installed: the command's folder
+    except ImportError:  # the project is not installed
         package = "cli"
     words = [sys.executable, "-c", PROGRAM.format(package=package), command, str(config), *options]
     return warm.run(words, cwd=ROOT, timeout=280)
@@ -72,7 +72,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_guide_configs_train(tmp_path: Path) -> None:
-    """Muon with the best model and samples, moments in 8 bits with an average of the weights, preferences."""
+    """Train with Muon, the best model and samples; with 8-bit moments and averaged weights; and with preferences."""
     options = [f"-c{tmp_path}/recipes/{name}.toml" for name in ("muon", "best_model")]
     best = run_example(
         "01_tiny.toml", tmp_path, *options, "--max-steps=4", "--set=eval_steps=2", "--set=warmup_steps=1"
@@ -105,7 +105,7 @@ def test_guide_configs_train(tmp_path: Path) -> None:
     check_folder(tmp_path / "outputs/dpo/final")
 
 
-#: If the example's model is unavailable, the config is checked with the available one.
+#: Changes for examples whose model is not in the repository: a model and a chat template that are.
 AT_HAND = (
     f"model_name_or_path={ROOT}/examples/quickstart/model",
     "train_from_scratch=true",

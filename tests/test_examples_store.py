@@ -1,4 +1,4 @@
-"""The example of embedding the store runs and prints the documented text."""
+"""The example that embeds the store runs and prints the documented text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of long matrices that run for every change."""
+"""The selection of cases of long test matrices that run without `-m slow`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Item(SimpleNamespace):
 
 
 def test_cases_on_a_device_in_software_leave_some_on_a_gpu() -> None:
-    """Counted together, every 17th of alternating cases would be of one kind, for a test with fewer than 17."""
+    """If both kinds were sampled together, a test with fewer than 17 cases would keep only its first case."""
     items = [
         _Item(nodeid=f"tests/gpu/test_it.py::test_it[{kind}-{number}]", marks=["gpu"] if kind == "real" else [])
         for number in range(FEWEST + 1)

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, as written, in one namespace."""
+"""All code cells of the notebook run in order, unchanged, in one namespace."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert sorted(path.name for path in NOTEBOOK.parent.iterdir() if path.name not in ("outputs", "state")) == LISTED
 
 
-#: The repository's files there: the notebook leaves nothing behind.
+#: Files in the notebook's folder before the test. The notebook must not leave any others.
 LISTED = sorted(path.name for path in NOTEBOOK.parent.iterdir() if path.name not in ("outputs", "state"))

@@ -1,4 +1,4 @@
-"""The Dockerfile, the conda recipe and the version: the named files exist, and all agree."""
+"""The files for packaging agree with the project, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import tiered
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 INSTRUCTIONS = {"FROM", "RUN", "ENV", "ARG", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
-#: Conda packages with another name in the package index.
+#: Conda package -> its name on PyPI, where the names differ.
 CONDA_NAMES = {"pytorch": "torch", "python-xxhash": "xxhash"}
 
 
 def dockerfile() -> list[tuple[str, str]]:
-    """Return (instruction, arguments) of every line, continued lines joined."""
+    """Return (instruction, arguments) for each line of the Dockerfile, with continued lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / "packaging/Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
@@ -60,7 +60,7 @@ def test_docker_copies_exist_and_are_not_ignored() -> None:
 
 
 def test_commands_of_the_dockerfile_are_sound() -> None:
-    """Their shell syntax, the extras and files of pip's arguments, and the started program are valid."""
+    """The shell syntax, the extras and files in pip's arguments, and the entry point are valid."""
     for name, words in dockerfile():
         if name != "RUN":
             continue
@@ -75,7 +75,7 @@ def test_commands_of_the_dockerfile_are_sound() -> None:
 
 
 def recipe() -> dict[str, Any]:
-    """Return the recipe as conda-build reads it: rendered, with the project's table."""
+    """Return the recipe as conda-build reads it: rendered with the values of ``pyproject.toml``."""
     text = (ROOT / "packaging/conda/meta.yaml").read_text(encoding="utf-8")
 
     def load_file_data(name: str, *, from_recipe_dir: bool) -> Any:
@@ -113,7 +113,7 @@ def test_the_version_is_written_once() -> None:
 
 
 def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
-    """Four of the five wheels come with the extra, in the versions that the tests use; none of them requires cupy."""
+    """The extra has four of the five tested wheels, in the tested versions. It omits kvikio-cu13, which requires cupy."""
     text = (ROOT / "requirements-kvikio.txt").read_text(encoding="utf-8")
     lines = [line.split(";")[0].strip() for line in text.splitlines() if line and not line.startswith("#")]
     tested = dict(re.fullmatch(r"([a-z0-9-]+)(.*)", line).groups() for line in lines)  # type: ignore[union-attr, misc]
@@ -125,7 +125,7 @@ def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
 
 
 def test_the_description_has_no_relative_links() -> None:
-    """An index shows this page without the repository."""
+    """A package index shows the description without the repository, so relative links would be dead."""
     text = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert [link for link in links if "://" not in link] == []

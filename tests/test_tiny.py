@@ -1,4 +1,4 @@
-"""A tour: a tiny model, a config, two placements, the same bits, a checkpoint, resume, export. Read this test first."""
+"""Read this test first. It trains a tiny model with two placements and identical results, resumes, and exports it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ train = [{{ path = "{QUICKSTART / "loomings.txt"}" }}]
 path = "drive"
 size = "64MiB"
 """
-#: Everything on the drive, and RAM for two layers: options of the command line, as in the config.
+#: Changes on the command line that put everything on the drive, with RAM for two layers.
 ON_DRIVE = ("tiers.ram.size=3MiB", *(f"placement.{kind}=nvme" for kind in ("weights", "gradients", "optimizer")))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face folder of 0.3 M random weights, and a config next to it."""
+    """Create a Hugging Face folder with 0.3 M random weights, and a config next to it."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(output: str, *changes: str) -> list[float]:
-    """Run the command `megatrain-tier run`; return the losses of its steps, over all starts."""
+    """Run `megatrain-tier run`. Return the losses of all steps, including earlier starts of the same run."""
     words = ["run", "run.toml", *(f"--set={change}" for change in (f"output_dir={output}", *changes))]
     result = CliRunner().invoke(command_group, words)
     assert result.exit_code == 0, result.output
@@ -61,15 +61,15 @@ def test_a_tour(folder: Path) -> None:
     losses = train("in_ram")
     assert len(losses) == 6 and losses[-1] < losses[0]
 
-    # The home of the state affects only the time of a step.
+    # The placement affects only the time of a step.
     assert train("on_drive", *ON_DRIVE) == losses
     assert json.loads(Path("on_drive/status.json").read_text())["metrics"]["tier_used_bytes"]["nvme"] > 8 << 20
 
-    # Stopped after step 4, which saves a checkpoint, and continued with state in another place.
+    # Stop after step 4, which saves a checkpoint, and resume with everything on the drive.
     assert train("broken", "max_steps=4") == losses[:4]
     assert train("broken", *ON_DRIVE) == losses
 
-    # A run leaves a Hugging Face folder, with the same weights each time.
+    # Each run exports a Hugging Face folder, and all have the same weights.
     models = [AutoModelForCausalLM.from_pretrained(f"{name}/final") for name in ("in_ram", "on_drive", "broken")]
     for name, weight in models[0].state_dict().items():
         assert all(torch.equal(weight, model.state_dict()[name]) for model in models), name

@@ -1,4 +1,4 @@
-"""Release files: an sdist and a wheel that are complete, in an environment without this checkout."""
+"""The sdist and the wheel are complete: the wheel works in an environment without this checkout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def call(words: list[object], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an sdist of git's files, and a wheel built from that sdist."""
+    """Build an sdist from the files in git, and a wheel from the sdist. Return their folder."""
     folder = tmp_path_factory.mktemp("built")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
@@ -43,7 +43,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(built: Path, folder: Path, *, is_empty: bool) -> Path:
-    """Return the bin folder of an environment with the wheel, and its dependencies from the index or from here."""
+    """Install the wheel in a new environment, and return its bin folder.
+
+    If ``is_empty``, pip installs the dependencies. Otherwise, the environment uses the packages of this interpreter.
+    """
     venv.create(folder / "env", with_pip=True)
     pip = folder / "env/bin/pip"
     (wheel,) = built.glob("*.whl")
@@ -52,13 +55,13 @@ def installed(built: Path, folder: Path, *, is_empty: bool) -> Path:
         return folder / "env/bin"
     call([pip, "install", "-q", "--no-deps", wheel], folder)
     (site,) = (folder / "env/lib").glob("python*/site-packages")
-    # A .pth file names these folders, so their .pth files are not read: this checkout's editable install is excluded.
+    # Python ignores .pth files in folders that a .pth file adds. This hides the editable install of this checkout.
     places = {path for path in sys.path if path.endswith("site-packages")} | {sysconfig.get_path("purelib")}
     (site / "dependencies.pth").write_text("\n".join(sorted(places)) + "\n")
     return folder / "env/bin"
 
 
-@pytest.mark.timeout(1500)  # the empty one takes all dependencies of the project from the index
+@pytest.mark.timeout(1500)  # with is_empty, pip downloads all dependencies
 @pytest.mark.parametrize("is_empty", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) -> None:
     program = installed(built, tmp_path, is_empty=is_empty) / "megatrain-tier"
@@ -69,7 +72,7 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
     said = call([program, "run", config, "--max-steps", "2", "--set", "compute_dtype=float32"], tmp_path)
     assert "done   2 steps" in said
     assert (tmp_path / "megatrain-example/outputs/first/final/model.safetensors").is_file()
-    # A data file of a package, which is read on demand.
+    # The report needs a data file of the package.
     page = tmp_path / "page.html"
     call([program, "report", config.parent / "outputs/first", "--html", page], tmp_path)
     assert "<svg" in page.read_text(encoding="utf-8")
@@ -79,7 +82,7 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
 
 
 def without_the_tools(program: Path, config: Path) -> None:
-    """Assert that the installed package trains without the packages that training does not need."""
+    """Assert that the installed package trains without ``embed`` and ``extras``, which training does not need."""
     (package,) = (program.parent.parent / "lib").glob("python*/site-packages/megatrain")
     for name in ("embed", "extras"):
         shutil.rmtree(package / name)

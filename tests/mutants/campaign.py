@@ -1,13 +1,14 @@
-"""A sample of planted mistakes, and which of them the tests catch: `make mutants-record`, `make mutants-sample SEED=7`.
+"""Plants a random sample of mistakes, and shows which of them the tests catch (`make mutants-record mutants-sample`).
 
-    python -m mutants.campaign record --seeds 7 8 9        # the suite of CI once, with probes at the drawn mistakes
-    python -m mutants.campaign sample --seed 7
-    python -m mutants.campaign sample --seed 7 --only 3    # the fourth mistake of that sample again
+    python -m mutants.campaign record --seeds 7 8 9        # run the CI suite once, with probes at the drawn mistakes
+    python -m mutants.campaign sample --seed 7             # plant the mistakes of a seed
+    python -m mutants.campaign sample --seed 7 --only 3    # plant only the fourth mistake of that sample
 
-A mistake is planted in a copy of the repository. A process that has imported the libraries, but none of our packages,
-forks one that runs the tests: first those that execute the statement, the fastest first, then those that execute its
-function, then the other tests of their files, which may share a fixture. A mistake that no test sees within the time
-limit has survived. A failing test counts only if it passes without the mistake.
+Each mistake is planted in a copy of the repository. A process that has imported the libraries, but none of this
+project's packages, forks a child that runs the tests. Tests that execute the statement run first, then tests that
+execute its function, each group from the fastest to the slowest. The other tests of the same files follow, because they
+may share a fixture. A mistake survives if no test fails within the time limit. A failing test counts only if it passes
+without the mistake.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from mutants.recording import ROOT, Place, Probes, Record, probes_of
 
 PACKAGES = ("tiered", "megatrain", "cli")
 FOLDER = ROOT / "temp" / "mutants"
-#: Mistakes that no test of CI executes do not count, so more are drawn.
+#: Mistakes that no CI test executes do not count, so more mistakes are drawn than will be planted.
 DRAWN_PER_COUNTED = 2
-#: One row for each judged survivor.
+#: File with one row for each survivor that has a verdict.
 VERDICTS = Path(__file__).with_name("verdicts.jsonl")
 LIBRARIES = ("numba", "torch", "transformers", "transformers.trainer", "pydantic", "rich.table")
-#: These tests run first, alone: collecting the files of all tests that reach a mistake takes half a minute.
+#: Number of tests that run before the others are collected, because collecting all of them takes half a minute.
 NUM_NEAREST = 40
 #: A test that hangs counts as failed.
 TEST_TIMEOUT_S = 120
@@ -57,8 +58,9 @@ class Result:
 
     Attributes:
         outcome: `caught`, or `survived` if all chosen tests passed or the time ran out.
-        test: The test that failed.
-        num_run, num_chosen: Tests that ran, and tests that were chosen.
+        test: Name of the test that failed, or "".
+        num_run: Number of tests that ran.
+        num_chosen: Number of tests that were chosen.
     """
 
     outcome: str
@@ -70,7 +72,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A mistake and the places whose execution tells which tests can see it."""
+    """A mistake, and the code locations whose execution shows which tests could catch it."""
 
     mistake: Mistake
     diff: str
@@ -79,7 +81,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A mistake with its tests, in the order in which they run; no tests if none executes its statement."""
+    """A mistake and its tests, in the order in which they run. If no test executes the statement, ``tests`` is empty."""
 
     mistake: Mistake
     diff: str
@@ -87,7 +89,7 @@ class Chosen:
 
 
 def record(arguments: argparse.Namespace) -> int:
-    """Draw the samples, then run the suite of CI once to learn which tests reach their mistakes."""
+    """Draw the samples, then run the CI suite once to learn which tests reach their mistakes."""
     folder = FOLDER / "record"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -118,7 +120,11 @@ def _head() -> str:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    """Plant a sample and print each survivor as a diff, then the rates; 1 if a survivor has no verdict."""
+    """Plant a sample, and print each survivor as a diff, then the rates.
+
+    Returns:
+        Exit status: 1 if a survivor has no verdict, 2 if the record is from another commit.
+    """
     folder = FOLDER / "record"
     head = json.loads((folder / "head.json").read_text())
     if head["head"] != _head():
@@ -141,7 +147,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def draw(seed: int, count: int) -> list[Drawn]:
-    """Draw mistakes: a line with one, each with the same chance, then an operator, then one of its places."""
+    """Draw each mistake in three steps: a line with possible mistakes, then an operator, then one of its mistakes."""
     rng = random.Random(seed)
     listed = ["git", "ls-files", "--", *(f"{package}/*.py" for package in PACKAGES)]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -164,7 +170,7 @@ def draw(seed: int, count: int) -> list[Drawn]:
 
 
 def _with_tests(drawn: Drawn, recorded: Record) -> Chosen:
-    """Add the tests of a mistake: of its statement, of its function, then the other tests of their files."""
+    """Add the tests of a mistake: tests of its statement, tests of its function, then others in the same files."""
 
     def reached(places: Sequence[Place]) -> set[str]:
         return set().union(*(recorded.tests.get((drawn.mistake.path, place), frozenset()) for place in places))
@@ -188,11 +194,11 @@ def _numbers(count: int) -> Any:
 
 
 _tree: Path
-_broken: set[str] = set()  # tests that fail without a mistake too, as those that need an interpreter without torch
+_broken: set[str] = set()  # tests that also fail without a mistake, for example if torch must not be loaded
 
 
 def _make_tree(numbers: Any) -> None:
-    """Copy the repository for one worker, and import what no mistake changes."""
+    """Copy the repository for one worker, and import the libraries, which no mistake changes."""
     global _tree
     _tree = FOLDER / f"tree{numbers.get()}"
     shutil.rmtree(_tree, ignore_errors=True)
@@ -232,16 +238,16 @@ def _judge(task: tuple[Chosen, float]) -> Result:
     outcome = SURVIVED
     if failed:
         outcome = UNCLEAR if failed in chosen.tests and _run([failed], limit_s)[0] else CAUGHT
-    if outcome == UNCLEAR:  # later mistakes are judged without this test, and this one again
+    if outcome == UNCLEAR:  # judge this mistake again, and all later ones, without the failed test
         _broken.add(failed)
         return _judge(task)
     return Result(outcome, failed, num_run, len(chosen.tests), time.monotonic() - start_s)
 
 
 def _run(tests: Sequence[str], limit_s: float) -> tuple[str, int]:
-    """Run tests in a fork until one fails or the time is up; return the one that failed, and how many ran.
+    """Run tests in a forked process until one fails or the time is up. Return the failed test or "", and how many ran.
 
-    A process that ends by itself, or that has to be killed, failed at the test that ran last.
+    If the process crashes or has to be killed, the test that started last counts as failed.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -283,14 +289,14 @@ def _run_here(tests: Sequence[str], limit_s: float, writer: int) -> None:
         del sys.modules[name]
     plugin = _Watch(tests, time.monotonic() + limit_s, writer)
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", f"timeout={TEST_TIMEOUT_S}"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that the libraries imported
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # for plugins that were imported with the libraries
     status = pytest.main([*options, *tests], plugins=[plugin])
     if status in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED):
         os.write(writer, b"done \n")
 
 
 class _Watch:
-    """Runs tests in a given order until the time is up, and reports each of them."""
+    """Pytest plugin that runs tests in a given order until the time is up, and reports each test."""
 
     def __init__(self, tests: Sequence[str], deadline_s: float, writer: int) -> None:
         self._order = {test: number for number, test in enumerate(tests)}
@@ -320,13 +326,13 @@ class _Watch:
 
 
 def package_of(path: str) -> str:
-    """Return the package that a file's rate is counted for: the second level of `megatrain`, else the first."""
+    """Return the package to which a file's mistakes count: a package inside `megatrain`, or a top-level package."""
     parts = Path(path).with_suffix("").parts
     return "/".join(parts[:2]) if parts[0] == "megatrain" and len(parts) > 2 else parts[0]
 
 
 def read_verdicts() -> Iterator[dict[str, Any]]:
-    """Yield the judged survivors."""
+    """Yield the survivors that have a verdict."""
     if VERDICTS.exists():
         for line in VERDICTS.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)

@@ -1,7 +1,7 @@
-"""The mistakes that can be planted in a source file, as text replacements at the places of its syntax tree.
+"""The mistakes that can be planted in a source file, as text replacements at nodes of its syntax tree.
 
-Each operator imitates an error that people make: a comparison the wrong way, a bound off by one, a dropped wait, two
-arguments swapped. Messages of exceptions, annotations, decorators and docstrings are left alone.
+Each operator imitates an error that people make, such as a wrong comparison, an off-by-one bound, a dropped wait or
+swapped arguments. Exception messages, annotations, decorators and docstrings stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPARISONS = {
 }
 _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Mod: ("%", "//")}
 _AUGMENTED = {ast.Add: ("+=", "-="), ast.Sub: ("-=", "+="), ast.BitOr: ("|=", "="), ast.Mult: ("*=", "=")}
-#: Names that people mistake for each other; functions, attributes and units alike.
+#: Names of functions, attributes and units that people confuse.
 _CONFUSED = {
     "min": "max",
     "max": "min",
@@ -54,7 +54,8 @@ class Mistake:
     Attributes:
         path: File, relative to the root of the repository.
         line: First line of the replaced text, from 1.
-        start, end: Offsets of the replaced characters.
+        start: Offset of the first replaced character.
+        end: Offset after the last replaced character.
         replacement: New text.
         operator: Name of the kind of error.
     """
@@ -71,7 +72,7 @@ class Mistake:
         return text[: self.start] + self.replacement + text[self.end :]
 
     def is_valid(self, text: str) -> bool:
-        """Return whether the file changes and can still be parsed."""
+        """Return whether the mistake changes the syntax tree, and the file can still be parsed."""
         try:
             return ast.dump(ast.parse(self.applied(text))) != ast.dump(ast.parse(text))
         except SyntaxError:
@@ -84,9 +85,9 @@ class Mistake:
 
 
 def mistakes_in(path: str, text: str) -> list[Mistake]:
-    """Return every mistake that the operators know for a file, in the order of its lines.
+    """Return every mistake that the operators can make in a file, by position.
 
-    A few of them are no valid Python: `Mistake.is_valid` tells.
+    A few mistakes are not valid Python. `Mistake.is_valid` detects them.
     """
     finder = _Finder(path, text)
     finder.visit(ast.parse(text))
@@ -128,7 +129,7 @@ class _Finder(ast.NodeVisitor):
         self._add(operator, *self._span(node), replacement)
 
     def _replace_between(self, operator: str, left: ast.AST, right: ast.AST, old: str, new: str) -> None:
-        """Replace a token that stands between two nodes."""
+        """Replace a token between two nodes."""
         begin, end = self._span(left)[1], self._span(right)[0]
         pattern = r"\s+".join(map(re.escape, old.split()))
         if old[0].isalpha():
@@ -136,7 +137,7 @@ class _Finder(ast.NodeVisitor):
         if match := re.search(pattern, self._text[begin:end]):
             self._add(operator, begin + match.start(), begin + match.end(), new)
 
-    # Text that no test should read closely, or that does not run.
+    # Code without planted mistakes: messages, assertions, imports, annotations and decorators.
 
     def visit_Raise(self, node: ast.Raise) -> None: ...
 
@@ -311,7 +312,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _string_keys(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the string constants that index something."""
+    """Yield the string constants that are used as keys, in subscripts and in calls of `get`."""
     for node in ast.walk(tree):
         keys: Sequence[ast.expr] = ()
         if isinstance(node, ast.Subscript):

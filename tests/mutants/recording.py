@@ -1,10 +1,12 @@
-"""Records which tests execute the statements where mistakes will be planted, in all processes that tests start.
+"""Records which tests execute the statements in which mistakes will be planted, also in subprocesses of tests.
 
-`probes_of` places a call before the statement of each mistake and at the start of functions. The calls are inserted
-while an interpreter compiles a file, so files and line numbers stay as they are. Each call appends a line
-`hit NUMBER TEST` to one file, the first time in a process; a killed process loses none. As a pytest plugin the module
-also appends `took SECONDS TEST` for each phase of a test. PYTEST_DONT_REWRITE: the interpreter's start has imported it
-by then. It does not import pytest, because a test checks that programs do without it.
+A probe is a call before the statement of a mistake or at the start of a function; `probes_of` chooses the locations.
+Probes are inserted while an interpreter compiles a file, so files and line numbers do not change. The first time that a
+test reaches a probe in a process, the probe appends a line `hit NUMBER TEST` to a file. A killed process therefore loses
+no lines. As a pytest plugin, the module also appends `took SECONDS TEST` for each phase of a test.
+
+PYTEST_DONT_REWRITE, because the interpreter imports this module when it starts, before pytest could rewrite it. The
+module does not import pytest, because a test checks that programs run without it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PROBES, HITS = "probes.json", "hits"
 _CALL = "__mutants_hit__"
-#: Not PYTEST_CURRENT_TEST, which a pytest inside a test replaces.
+#: Environment variables. PYTEST_CURRENT_TEST is not used, because a pytest run inside a test replaces it.
 _FOLDER, _TEST = "MUTANTS_RECORD", "MUTANTS_TEST"
 #: Tests of failing drives replace these functions of `os`.
 _open, _write, _close = os.open, os.write, os.close
@@ -37,11 +39,12 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Probes:
-    """Places whose execution tells which tests can see a mistake.
+    """Code locations whose execution shows which tests could catch a mistake.
 
     Attributes:
-        statement: The statement of the mistake. None outside functions, where only an import executes it.
-        functions: First statement of its function; outside functions, of all functions of the file.
+        statement: Statement with the mistake. None outside functions, where only an import executes the statement.
+        functions: First statement of the enclosing function. Outside functions, first statements of all functions in
+            the file.
     """
 
     statement: Place | None
@@ -50,11 +53,11 @@ class Probes:
 
 @dataclass(frozen=True)
 class Record:
-    """The tests of one head.
+    """Record of one test run.
 
     Attributes:
-        tests: (file, place) -> tests that execute the statement there.
-        duration_s: Test -> seconds, with the recording.
+        tests: (file, place) -> tests that executed the statement there.
+        duration_s: Test -> seconds that the test took, including the recording.
     """
 
     tests: Mapping[tuple[str, Place], frozenset[str]]
@@ -62,9 +65,11 @@ class Record:
 
 
 def probes_of(tree: ast.AST, line: int) -> Probes | None:
-    """Return the probes of a line; None inside a function that numba compiles, which cannot call them."""
+    """Return the probes for a mistake on a line, or None in a function that numba compiles, which cannot call probes."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    around = [node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)]  # not its defaults
+    around = [
+        node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)
+    ]  # not in its defaults
     if any("njit" in ast.unparse(decorator) for node in around for decorator in node.decorator_list):
         return None
     if not around:
@@ -136,7 +141,7 @@ class _Inserter(ast.NodeTransformer):
 
 
 def _append(path: str, line: str) -> None:
-    """Append a short line; such writes of several processes do not mix. A test may limit the sizes of its files."""
+    """Append a short line. Such writes from several processes do not mix. Ignore errors: a test may limit file sizes."""
     file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with suppress(OSError):
         _write(file, line.encode())
@@ -144,23 +149,23 @@ def _append(path: str, line: str) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Name the running test in the environment, which its processes inherit."""
+    """Set an environment variable to the name of the running test, for its child processes."""
     os.environ[_TEST] = nodeid
 
 
 def pytest_runtest_logfinish() -> None:
-    """Attribute nothing to a test that has ended."""
+    """Remove the environment variable, so that nothing is attributed to a finished test."""
     os.environ.pop(_TEST, None)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Note how long a phase of a test takes, in the process that ran it."""
-    if not hasattr(report, "node"):  # which the controller of pytest-xdist adds
+    """Record how long a phase of a test took, in the process that ran the test."""
+    if not hasattr(report, "node"):  # which only the controller of pytest-xdist adds
         _append(str(Path(os.environ[_FOLDER], HITS)), f"took {report.duration:.3f} {report.nodeid}\n")
 
 
 def read(folder: Path) -> Record:
-    """Read what the suite wrote."""
+    """Return the record that a test run has written to a folder."""
     probes = [(file, (line, column)) for file, line, column in json.loads((folder / PROBES).read_text())]
     tests: dict[tuple[str, Place], set[str]] = defaultdict(set)
     duration_s: dict[str, float] = defaultdict(float)

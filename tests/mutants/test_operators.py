@@ -1,4 +1,4 @@
-"""The operators of planted mistakes, on sources whose mistakes are written by hand."""
+"""The operators that plant mistakes, compared with expected mistakes that are written by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mutants.operators import mistakes_in
 
 
 def changed(source: str) -> dict[str, set[str]]:
-    """Return the changed sources by operator, for one file."""
+    """Return all versions of a source with one mistake, by operator."""
     found: dict[str, set[str]] = {}
     for mistake in mistakes_in("file.py", source):
         if mistake.is_valid(source):

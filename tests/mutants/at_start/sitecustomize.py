@@ -1,4 +1,4 @@
-"""Starts the recording in every interpreter that has this folder on `PYTHONPATH`: `mutants.recording`."""
+"""Starts `mutants.recording` in every interpreter that has this folder on `PYTHONPATH`, if `MUTANTS_RECORD` is set."""
 
 import os
 import sys
