@@ -1,4 +1,4 @@
-"""Setup of all tests: no Hugging Face Hub, one thread, reproducible Hypothesis examples, GPU tests only with a GPU."""
+"""Setup for all tests: no Hugging Face Hub, one thread, reproducible Hypothesis examples, GPU tests only with a GPU."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-#: Folders, files and tests with so many cases that they take minutes. Without `-m slow`, one in `SHARE` cases of a test
-#: runs, and further cases for missing pairs of options. Tests with fewer than `FEWEST` cases run completely.
+#: Folders, files and tests that take minutes because of their many cases. Without `-m slow`, one in `SHARE` cases of a
+#: test runs, and further cases for missing pairs of options. Tests with fewer than `FEWEST` cases run completely.
 LONG_MATRICES = (
     "tests/parity/",
     "tests/gpu/",
@@ -182,7 +182,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 @pytest.fixture(scope="session")
 def unbroken(untrained: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """Train ``untrained`` for 6 steps in RAM without interruption, saving at steps 2, 4 and 6. Tests copy the folder."""
+    """Train a copy of ``untrained`` in RAM for 6 uninterrupted steps, saving at 2, 4 and 6. Tests copy the folder."""
     run = untrained.copy(tmp_path_factory.mktemp("unbroken") / "w")
     result = run.run(steps=6)
     assert result.exit_code == 0, result.output
@@ -221,7 +221,7 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        is_slow = item.get_closest_marker("slow") is not None  # in its file, so it cannot be the kept case
+        is_slow = item.get_closest_marker("slow") is not None  # marked in its file, so not a kept case
         if item.nodeid.startswith(LONG_MATRICES) and not is_slow:
             # GPU cases are sampled separately. Otherwise, all kept cases of a test might use a software device.
             cases.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)

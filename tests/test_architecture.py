@@ -182,8 +182,8 @@ def test_no_circle_of_imports() -> None:
     assert done == MODULES
 
 
-#: Imports of a higher layer (``house.LAYERS``) that still exist: remedy -> "importer -> imported". If an import is gone,
-#: remove it from this table. New ones are forbidden: the higher layer must pass its objects down instead.
+#: Imports of a higher layer (``house.LAYERS``) that still exist: remedy -> "importer -> imported". Remove an import
+#: from this table once it is gone. New ones are forbidden: the higher layer must pass its objects down instead.
 UPWARD: dict[str, set[str]] = {}
 
 
@@ -194,8 +194,8 @@ def test_packages_import_only_lower_layers() -> None:
     assert known <= upward, f"these pairs are gone, take them from UPWARD: {sorted(known - upward)}"
 
 
-#: Imports of core internals by tools: reason -> "importer -> imported". If an import is gone, remove it from this table.
-#: New ones are forbidden: the tool must use `megatrain.api`, which may get new public names.
+#: Imports of core internals by tools: reason -> "importer -> imported". Remove an import from this table once it is
+#: gone. New ones are forbidden: the tool must use `megatrain.api`, to which public names can be added.
 INTERNAL_IMPORTS_OF_TOOLS = {
     "its subject is a config: keys, what is wrong with them, whole tables": {
         "megatrain.extras.report.figures -> megatrain.config.keys",
@@ -271,7 +271,7 @@ def test_no_circle_of_packages() -> None:
     assert not house.import_cycles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
 
 
-# Limits of sizes. The two tables contain exceptions, by class: numbers that are too large and may only shrink.
+# Size limits. The two tables contain exceptions: numbers of methods and arguments that may only shrink.
 MOST_METHODS = 30
 METHODS = {
     "tiered.store.TieredStore": 42,

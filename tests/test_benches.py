@@ -102,8 +102,8 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-#: Slow benches. `compare/ranks` starts three new interpreters, and the bench `ranks` covers this project's side. Another
-#: test runs `compare/disk_offload`.
+#: Slow benches. `compare/ranks` starts three new interpreters, and the bench `ranks` also covers this project's side.
+#: Another test runs `compare/disk_offload`.
 SLOW = ("compare/ranks", "compare/disk_offload")
 
 
@@ -277,7 +277,7 @@ def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
-    """torch cannot profile a software GPU, so the rows are about the host's operators. The profiled step is an extra."""
+    """torch cannot profile a software GPU, so the rows list host operators. The profiled step is not measured."""
     words = ["--parts", "7b_4k+bf16_gradients", "--profile", "--traces", str(tmp_path / "traces")]
     found = {name: row["value"] for name, row in on_virtual_gpu(tmp_path, *words).items()}
     start = "7b_4k+bf16_gradients.ours."
@@ -293,7 +293,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_gaps_are_times_without_kernels(tmp_path: Path) -> None:
-    """The trace has torch's format: three kernels on two streams, the last one alone, and a copy that overlaps."""
+    """The trace is in torch's format: three kernels on two streams (the last runs alone) and an overlapping copy."""
     bars = [
         ("kernel", "gemm", 1000.0, 500.0),
         ("kernel", "norm", 1400.0, 200.0),  # on another stream, until 1600
@@ -386,7 +386,7 @@ def test_other_calls_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # test_call_ends_if_the_tiny_model_fails is similar
 def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) -> None:
-    """The first call has no time for any command. In the second, numba cannot be imported before a wheel is unpacked."""
+    """The first call has no time for any command. In the second, numba cannot be imported until a wheel is unpacked."""
     late = tmp_path / "late"
     late.mkdir()
     status, log, _ = fifteen(late, "b", CALL_S="1")
@@ -513,7 +513,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A side multiplies matrices before this project requests deterministic kernels, and torch reads the setting once."""
+    """Sides multiply matrices before this project requests deterministic kernels, and torch reads the setting once."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     arguments = argparse.Namespace(
         layers=None,

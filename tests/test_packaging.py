@@ -113,7 +113,7 @@ def test_the_version_is_written_once() -> None:
 
 
 def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
-    """The extra has four of the five tested wheels, in the tested versions. It omits kvikio-cu13, which requires cupy."""
+    """The extra has four of the five tested wheels, in the same versions. It omits kvikio-cu13, which requires cupy."""
     text = (ROOT / "requirements-kvikio.txt").read_text(encoding="utf-8")
     lines = [line.split(";")[0].strip() for line in text.splitlines() if line and not line.startswith("#")]
     tested = dict(re.fullmatch(r"([a-z0-9-]+)(.*)", line).groups() for line in lines)  # type: ignore[union-attr, misc]

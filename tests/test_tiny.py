@@ -1,4 +1,4 @@
-"""Read this test first. It trains a tiny model with two placements and identical results, resumes, and exports it."""
+"""Read this test first. It trains a tiny model with two placements and identical results, resumes, and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results page quotes existing rows, of every file, with commands of existing benches."""
+"""The results page links to every result file, quotes existing rows, and shows commands of existing benches."""
 
 from __future__ import annotations
 

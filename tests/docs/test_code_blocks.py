@@ -1,6 +1,6 @@
 """Every code block of the pages is executed: Python runs, configs load, commands do what the page says.
 
-The blocks of a page run from top to bottom in one folder, as a reader would: each finds the files of earlier ones.
+The blocks of a page run from top to bottom in one folder, as for a reader, so each block finds files of earlier blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ONLY_PARSED = {
 COMPARED_ELSEWHERE = {"docs/sizing.md": "tests/docs/test_sizing.py"}
 #: Steps of the pages' runs -> steps of the small runs that replace them.
 SMALL_STEPS = {"200": "2", "400": "4"}
-#: Words of a synopsis -> their replacements in the folder of a page.
+#: Placeholder in a synopsis -> its replacement, which exists in the folder of a page.
 PLACEHOLDERS = {
     "CONFIG": "run.toml",
     "RUN": "outputs/first",
@@ -56,7 +56,7 @@ PLACEHOLDERS = {
     "FILE|COMMAND...": "ds_config.json",
     "FOLDER": "outputs/first/final",
 }
-#: Pages whose blocks call trainers of other packages, whose warnings are not tested here.
+#: Pages with code that calls trainers of other packages. Their warnings are ignored.
 WARNS = (
     "docs/any_module.md",
     "docs/embedding_pytorch.md",
@@ -64,7 +64,7 @@ WARNS = (
     "docs/heads.md",
     "docs/teachers.md",
 )
-#: Pages whose runs have other names, or exist before the first block.
+#: Pages whose run has a different output folder, and pages that need a finished run before the first block.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_first_run.md": "outputs/lora"}
 WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
 
@@ -112,7 +112,7 @@ class Reader:
                 self.give(command, block)
 
     def load(self, block: Block) -> None:
-        """Load a whole config, or a partial one merged into a small one."""
+        """Load a complete config, or a partial config on top of a minimal config."""
         base, part = self.folder / "base.toml", self.folder / "part.toml"
         base.write_text(MINIMAL)
         part.write_text(block.text)
@@ -136,7 +136,7 @@ class Reader:
             pytest.fail(f"{block}: no test knows the command '{command}'")
 
     def filled(self, word: str) -> str:
-        """Return the replacement of a word."""
+        """Return a word of a command, or its replacement if it is a placeholder or a large number of steps."""
         if re.fullmatch(r"\[?(--)?[A-Za-z-]+\]?", word):
             word = word.strip("[]")
         if word in ("OUT", "PATH"):
@@ -145,7 +145,7 @@ class Reader:
         return PLACEHOLDERS.get(word, SMALL_STEPS.get(word, word))
 
     def call(self, words: list[str], command: Command, block: Block) -> None:
-        """Run a command in this process; the exit code is in the comment of its line, otherwise 0."""
+        """Run a command in this process. Its exit code must be the one in the comment of the line, or 0."""
         if words[0] in ONLY_PARSED or self.page in COMPARED_ELSEWHERE:
             parse(words)
             return
@@ -204,7 +204,7 @@ def check_program(words: list[str], block: Block) -> None:
 
 
 def prepare(folder: Path, output_dir: str) -> SavedRun:
-    """Make the files that the pages assume: a config with its model and data, and files of other tools."""
+    """Create the files that the pages assume: a config with its model and data, and files of other tools."""
     run = make_run(folder)
     drive = '[[tiers.nvme]]\npath = "state"\nsize = "40MiB"\n'
     run.write_config(out=output_dir, steps=4, more=drive + TRACED)
@@ -227,7 +227,7 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
 
 
 def make_chats(folder: Path) -> None:
-    """Make chats, and a model with a chat template in place of the model that a page names."""
+    """Write chats, and a tiny model with a chat template in place of the model that a page names."""
     asked, said = {"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Ishmael."}
     (folder / "chats.jsonl").write_text((json.dumps({"messages": [asked, said]}) + "\n") * 9)
     model = folder / "models/Qwen3-8B"
@@ -240,7 +240,7 @@ def make_chats(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run has ended."""
+    """Return a folder with a finished run."""
     folder = tmp_path_factory.mktemp("done") / "w"
     result = prepare(folder, "outputs/first").call("run", folder / "run.toml")
     assert result.exit_code == 0, result.output
@@ -265,7 +265,7 @@ def test_every_code_block_has_a_known_language(page: str) -> None:
     assert sum(bool(block.reason) for block in BLOCKS[page]) == NOT_EXECUTED.get(page, 0)
 
 
-#: Commands that test_readme.py and test_examples.py also run.
+#: Slow pages. test_readme.py and test_examples.py also run their commands.
 LONG_PAGES = ("docs/quickstart.md", "examples/README.md")
 
 
@@ -284,7 +284,7 @@ def test_blocks_are_executed(reader: Reader) -> None:
 
 
 def test_parse_only_commands_appear_on_the_pages() -> None:
-    """Every command in the table is on a page."""
+    """Every command in ``ONLY_PARSED`` is on a page."""
     given = {
         command.words[1]
         for blocks in BLOCKS.values()
@@ -298,7 +298,7 @@ def test_parse_only_commands_appear_on_the_pages() -> None:
 
 
 def test_invalid_code_blocks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test itself can fail: it rejects wrong options, keys, targets, extras, programs and unknown commands."""
+    """``Reader.follow`` rejects wrong options, keys, targets, extras and programs, and unknown commands."""
     (tmp_path / "w").mkdir()
     monkeypatch.chdir(tmp_path / "w")
     reader = Reader("page.md", tmp_path / "w")

@@ -1,4 +1,4 @@
-"""The tier and the policy of docs/extending.md pass the suites of that page."""
+"""The tier and the policy in docs/extending.md pass the test suites on that page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oracles.code_blocks import blocks_of
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the combined definitions of all blocks of the page."""
+    """Execute all Python blocks of the page in one namespace, and return the namespace."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "shelf"}
     for block in blocks_of("docs/extending.md"):

@@ -1,4 +1,4 @@
-"""Links between the pages and to files of the repository lead somewhere, as a code host follows them."""
+"""Links in the documentation lead to existing files and headings. Lists of pages, names and decisions are complete."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_life_of_a_layer_names_code_of_the_engine() -> None:
 
 
 def test_pages_are_linked_not_named() -> None:
-    """A reader of the site can follow the name of a page."""
+    """Wherever a page mentions another page, a reader of the site can follow a link."""
     named = [
         f"{name}: {page}"
         for name in NAMES
@@ -93,7 +93,7 @@ _STATUS = re.compile(
 
 
 def test_every_decision_has_a_status_and_is_in_the_list() -> None:
-    """The third line of a decision is its status, which the list repeats; ended ones are in archive/."""
+    """The third line of a decision is its status, which the list repeats. Decisions that have ended are in archive/."""
     folder = ROOT / "docs/decisions"
     text = (folder / "README.md").read_text(encoding="utf-8")
     for path in sorted(folder.rglob("0*.md")):
@@ -114,7 +114,7 @@ def module_of(name: str) -> Any:
 
 
 def test_pictures_match_their_source_text() -> None:
-    """``python docs/draw.py`` writes the pictures again."""
+    """``python docs/draw.py`` regenerates the pictures."""
     draw, drawn = module_of("draw"), 0
     for source in sorted((ROOT / "docs/pictures").glob("*.txt")):
         title, _, text = source.read_text(encoding="utf-8").partition("\n")
@@ -148,7 +148,7 @@ def test_every_page_is_in_the_navigation_or_on_the_page_of_the_project() -> None
     listed = set(re.findall(r"\]\(([\w/]+\.md)", (docs / "project.md").read_text(encoding="utf-8")))
     assert pages - set(shown) <= listed
     assert "decisions/README.md" in listed and not any(page.startswith("decisions/") for page in shown)
-    # The references come last.
+    # The reference pages come last.
     assert shown.index("config.md") > shown.index("embedding.md") and shown.index("cli.md") > shown.index(
         "quickstart.md"
     )
@@ -159,12 +159,12 @@ def test_the_reference_has_every_public_name(package: str) -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/api").glob("*.md")))
     names = re.findall(rf"^::: {package}\.(\w+)$", text, flags=re.MULTILINE)
     if package == "tiered":
-        names += re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)  # the units are numbers
+        names += re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)  # units such as MiB are in a table
     assert sorted(names) == sorted(importlib.import_module(package).__all__)
 
 
 def test_pages_list_keys_that_import_translates() -> None:
-    """The keys of preferences that `import` translates are on the page that users of that tool read first."""
+    """The page for users of each tool mentions preference losses, and does not list a supported loss as missing."""
     for tool in ("llamafactory", "trl"):
         text = (ROOT / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
         assert 'task = "dpo"' in text and "preferences.md" in text

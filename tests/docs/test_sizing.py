@@ -1,4 +1,4 @@
-"""The worked examples of docs/sizing.md equal the output of the planner, line by line."""
+"""The worked examples in docs/sizing.md match the output of the planner, line by line."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KV_HEADS = {"Qwen2.5-7B": 4, "Qwen2.5-72B": 8}
 
 
 def examples() -> list[tuple[Block, Block]]:
-    """Return (command, printed text) for every worked example."""
+    """Return (command block, output block) for every worked example."""
     given = [number for number, block in enumerate(BLOCKS) if block.language == "sh"]
     return [(BLOCKS[number], BLOCKS[number + 1]) for number in given]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the page: its config, and the models' shapes."""
+    """Create a folder with the config from the page, and the config.json of each model."""
     for name, shape in SHAPES.items():
         (tmp_path / name).mkdir()
         values = {
@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a GPU tier of the config's size before RAM on a machine without a GPU. Layers are traced on the CPU."""
+    """Let the planner use a GPU tier of the configured size without a GPU. Layers are traced on the CPU."""
     compute_tier = TierSpecs.compute_tier
     devices: list[str] = []
 

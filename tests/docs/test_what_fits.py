@@ -1,4 +1,4 @@
-"""The rows and configs that the selector of docs/what_fits.md reads."""
+"""The rows and configs behind the selector in docs/what_fits.md are valid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs/what_fits.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("task", VALUES["tasks"])
 def test_the_config_to_copy_is_accepted(task: str, tmp_path: Path) -> None:
-    """The config is filled in as docs/assets/what_fits.js does."""
+    """The test replaces placeholders in the config in the same way as docs/assets/what_fits.js."""
     drives = "".join(f'[[tiers.nvme]]\npath = "/mnt/drive{number}/state"\n' for number in range(2))
     text = VALUES["configs"][task].replace("MODEL", "Qwen3-8B").replace("SPLIT", "split_experts = true\n")
     (tmp_path / "run.toml").write_text(text.replace("DRIVES", drives), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""examples/python/diffusion.py, against the same program without the lines that tier it."""
+"""Compares examples/python/diffusion.py with the same program without the lines that use megatrain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from processes import embed_examples
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 
 EXAMPLE = embed_examples.EXAMPLES / "diffusion.py"
 
@@ -40,7 +40,7 @@ def test_trains_as_without_these_lines(lora: bool, tmp_path: Path, capsys: pytes
 
 
 def run(program: Path, folder: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """Run a program here; return the losses that it prints."""
+    """Run a program in this process, and return the losses that it prints."""
     with mock.patch.object(sys, "argv", [str(program), "--output", str(folder), *more]):
         runpy.run_path(str(program), run_name="__main__")
     return [float(found) for found in re.findall(r"^step \d+: loss (\S+)$", capsys.readouterr().out, flags=re.M)]

@@ -1,4 +1,4 @@
-"""The programs of examples/python have the losses of the plain programs, in memory too small for the plain ones."""
+"""The programs in examples/python have the losses of the plain programs, with less RAM than the plain ones need."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from oracles.tiered_run import QUICKSTART
 from processes import embed_examples, warm
 
 ROOT = Path(__file__).parents[2]
-#: torch's fp32 kernels and the kernels of `tiered` round differently: relative loss difference after 8 updates.
+#: Relative loss difference after 8 updates. torch's fp32 kernels and this project's kernels round differently.
 TOLERANCE = 1e-5
-#: Bytes per parameter of the plain program for the data that the example keeps in the store.
+#: Bytes per parameter that the plain program holds in memory for the data that the example keeps in the store.
 STATE_BYTES = {"pytorch_optimizer": 8, "pytorch_offload": 16, "lightning_offload": 16}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Printed output of one example by run, and its saved weights."""
+    """Results that one example printed, and weights that it saved, by run."""
 
     by_name: dict[str, dict[str, Any]]
     weights: dict[str, dict[str, torch.Tensor]]
@@ -39,7 +39,7 @@ class Runs:
 
 @functools.cache
 def runs_of(name: str) -> Runs:
-    """Run every variant of an example: two processes, because the resumed one has no memory of the stopped one."""
+    """Run every variant of an example. The resumed run has a separate process, without memory of the stopped run."""
     with tempfile.TemporaryDirectory() as folder:
         lines = start(name, folder, "plain", "in_ram", "unbroken", "stopped") + start(name, folder, "resumed")
         weights = {which: saved_weights(Path(folder, which)) for which in ("plain", "in_ram", "unbroken", "broken")}

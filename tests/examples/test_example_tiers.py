@@ -1,4 +1,4 @@
-"""The tiers in examples/extend, each a file outside of the packages, pass the suites like any user's tier."""
+"""The tiers in examples/extend pass the test suites for tiers. Like a user's tier, they are outside the packages."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_commit_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, m
             with pytest.raises(tiered.TransferError, match="No space left"):
                 store.commit()
         assert sorted(path.name for path in (tmp_path / "snap").iterdir() if path.is_dir()) == ["00000001"]
-        with store.acquire("layer", "ram", "rw") as lease:  # the commit holds no lease any more
+        with store.acquire("layer", "ram", "rw") as lease:  # the failed commit has released its leases
             lease.tensor.fill_(3)
         store.commit().wait()
     tiers = [tiered.RamTier(tiered.MiB), compressed.CompressedRamTier(4 * tiered.MiB)]

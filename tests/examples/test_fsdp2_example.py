@@ -1,4 +1,4 @@
-"""examples/python/fsdp2.py on two gloo ranks: the losses of the plain program, also when stopped and resumed."""
+"""examples/python/fsdp2.py on two gloo ranks has the losses of the plain program, even if stopped and resumed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from processes import embed_examples, fsdp2_example
 from processes.ranks import start_ranks
 
-#: torch's fp32 kernels and the kernels of `tiered` round differently: relative loss difference after 6 updates.
+#: Relative loss difference after 6 updates. torch's fp32 kernels and this project's kernels round differently.
 TOLERANCE = 1e-5
 
 
 def run(which: str, folder: Path, *options: str) -> list[dict[str, Any]]:
-    """Return what each of two ranks printed about a run."""
+    """Run the program on two ranks, and return the JSON object that each rank printed last."""
     ranks = start_ranks([[fsdp2_example.__file__, which, "--output", folder, *options]] * 2)
     said = [process.communicate(timeout=240) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said

@@ -14,7 +14,7 @@ JOBS = Path(__file__).parents[2] / "examples/jobs"
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (75, True), (2, False)])
 def test_slurm_requeues_a_run_that_saved_and_stopped(tmp_path: Path, code: int, is_requeued: bool) -> None:
-    """`srun` and `scontrol` are scripts here."""
+    """Small scripts replace `srun` and `scontrol`."""
     for name, text in {"srun": f'echo "$@" > ran\nexit {code}', "scontrol": 'echo "$@" > requeued'}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""The object tier against an S3 server on this machine; needs s3fs and moto."""
+"""Tests the object tier with an S3 server on this machine. Needs s3fs and moto."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ObjectsInS3(Objects):
         self.storage_options = s3
 
 
-@pytest.mark.filterwarnings("default")  # of the libraries
+@pytest.mark.filterwarnings("default")  # the libraries warn
 class TestObjectsInS3(ObjectsInS3, TierSuite): ...
 
 

@@ -1,4 +1,4 @@
-"""Each example of a popular model is planned from its real config.json on three machines, as its comment says."""
+"""The comment in each example for a popular model matches its plans for three machines, made from its config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered.units import GiB
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"
 MACHINES = {"card_24gb": "rtx4090-128gb", "card_80gb": "h100-512gb", "cpu_server": "cpu-server-512gb"}
-#: Merged into 01_tiny.toml: tests/test_examples.py runs them.
+#: Recipes that tests/test_examples.py merges into 01_tiny.toml and runs.
 OVERLAYS = ("average", "best_model", "muon", "small_states")
 #: Example -> folder of its config.json in examples/models.
 MODELS = {
@@ -35,12 +35,12 @@ MODELS = {
     "qwen3_32b": "Qwen3-32B",
     "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
 }
-#: Rewrites the comments instead of comparing them.
+#: Environment variable. If it is set, the tests rewrite the comments instead of comparing them.
 REWRITE = "REWRITE_EXAMPLES"
 
 
 def planned_line(plan: Plan, machine: str) -> str:
-    """Return the text of the comment about a machine."""
+    """Return the comment line about a plan for a machine: required sizes of tiers, and predicted tokens per second."""
     assert plan.estimate is not None and plan.estimate.step_s is not None
     sizes = {tier.upper(): plan.totals[tier] for tier in plan.tiers if plan.totals[tier]}
     needs = ", ".join(f"{tier} {nbytes / GiB:,.0f} GiB" for tier, nbytes in sizes.items())
@@ -53,7 +53,7 @@ def test_there_is_an_example_for_each_model_and_machine() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, *MACHINES, *OVERLAYS}
 
 
-#: Planned in CI; the others take minutes each.
+#: Examples that are planned in CI. Each of the others takes minutes.
 IN_CI = ("smollm3_3b", "qwen3_8b", "gpt_oss_20b")
 
 

@@ -1,4 +1,4 @@
-"""The examples with Hugging Face's Trainer and TRL's, against the same programs without the lines that tier them."""
+"""Compares the examples for the trainers of Hugging Face and TRL with the same programs without the added lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MARK = "# megatrain"
 MOST_LINES = 5
 STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
-#: Losses and norms of fp32 runs; torch's AdamW fuses products and sums, this project rounds each.
+#: Relative difference of losses and norms in fp32. torch's AdamW fuses products and sums; this project rounds each.
 TOLERANCE = 2e-5
 NAMES = (
     "hf_trainer",
@@ -40,7 +40,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def whole(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run of the example."""
+    """Run the example to the end, and return the folder with its results."""
     return run(EXAMPLES / f"{name}.py", tmp_path_factory.mktemp(name))
 
 
@@ -84,14 +84,14 @@ def source(name: str) -> str:
 
 
 def run(program: Path, folder: Path, *more: str) -> Path:
-    """Run an example in another process; return its folder."""
+    """Run an example in another process, and return its folder."""
     done = warm.run([sys.executable, program, "--output", folder, *more], timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
 def history(folder: Path) -> list[tuple[float, float]]:
-    """Return loss and norm of every step, from the last checkpoint."""
+    """Return (loss, gradient norm) of every step, from the last checkpoint."""
     state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text(encoding="utf-8"))
     steps = [(line["loss"], line["grad_norm"]) for line in state["log_history"] if "grad_norm" in line]
     assert len(steps) == 8, steps

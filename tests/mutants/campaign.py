@@ -1,4 +1,4 @@
-"""Plants a random sample of mistakes, and shows which of them the tests catch (`make mutants-record mutants-sample`).
+"""Plants random mistakes, and shows which of them the tests catch (`make mutants-record`, `make mutants-sample`).
 
     python -m mutants.campaign record --seeds 7 8 9        # run the CI suite once, with probes at the drawn mistakes
     python -m mutants.campaign sample --seed 7             # plant the mistakes of a seed
@@ -81,7 +81,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A mistake and its tests, in the order in which they run. If no test executes the statement, ``tests`` is empty."""
+    """A mistake and its tests, in the order in which they run. ``tests`` is empty if no test executes the statement."""
 
     mistake: Mistake
     diff: str
@@ -194,7 +194,7 @@ def _numbers(count: int) -> Any:
 
 
 _tree: Path
-_broken: set[str] = set()  # tests that also fail without a mistake, for example if torch must not be loaded
+_broken: set[str] = set()  # tests that also fail without a mistake, e.g. if they need a process without torch
 
 
 def _make_tree(numbers: Any) -> None:

@@ -2,8 +2,8 @@
 
 A probe is a call before the statement of a mistake or at the start of a function; `probes_of` chooses the locations.
 Probes are inserted while an interpreter compiles a file, so files and line numbers do not change. The first time that a
-test reaches a probe in a process, the probe appends a line `hit NUMBER TEST` to a file. A killed process therefore loses
-no lines. As a pytest plugin, the module also appends `took SECONDS TEST` for each phase of a test.
+test reaches a probe in a process, the probe immediately appends a line `hit NUMBER TEST` to a file. A killed process
+therefore loses no lines. As a pytest plugin, the module also appends `took SECONDS TEST` for each phase of a test.
 
 PYTEST_DONT_REWRITE, because the interpreter imports this module when it starts, before pytest could rewrite it. The
 module does not import pytest, because a test checks that programs run without it.
@@ -65,11 +65,9 @@ class Record:
 
 
 def probes_of(tree: ast.AST, line: int) -> Probes | None:
-    """Return the probes for a mistake on a line, or None in a function that numba compiles, which cannot call probes."""
+    """Return the probes for a mistake on a line. Return None if numba compiles the function, which cannot call them."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    around = [
-        node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)
-    ]  # not in its defaults
+    around = [node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)]  # not its defaults
     if any("njit" in ast.unparse(decorator) for node in around for decorator in node.decorator_list):
         return None
     if not around:
@@ -141,7 +139,7 @@ class _Inserter(ast.NodeTransformer):
 
 
 def _append(path: str, line: str) -> None:
-    """Append a short line. Such writes from several processes do not mix. Ignore errors: a test may limit file sizes."""
+    """Append a short line. Lines from several processes do not mix. Ignore errors: a test may limit file sizes."""
     file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with suppress(OSError):
         _write(file, line.encode())

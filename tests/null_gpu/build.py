@@ -1,9 +1,9 @@
-"""Build the null GPU in a folder: CUDA builds of torch and Triton over stub CUDA libraries.
+"""Builds the null GPU in a folder: the CUDA builds of torch and Triton, with stubs of the CUDA libraries.
 
     python tests/null_gpu/build.py FOLDER
 
-Fetches about 1 GB once with pip as configured, and needs gcc and nm. A shell then sources `FOLDER/env.sh` from the
-folder of the checkout that it will run.
+The first time, this downloads about 1 GB with pip. It needs gcc and nm. To use the null GPU, source `FOLDER/env.sh` in
+the root folder of a checkout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: Packages of the lent machine; only these files are unpacked: the rest exists already, or is not needed.
+#: Packages in the versions of the GPU machine. Their other dependencies are already installed, or not needed.
 PACKAGES = {
     "site": ("torch==2.11.0", "triton==3.6.0"),
     "libraries": (
@@ -31,7 +31,8 @@ PACKAGES = {
     "headers": ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"),
 }
 LEFT_OUT = ("torch/include/", "torch/share/")
-#: Libraries with versioned symbols for torch, and libraries without: start of the name, version.
+#: Stub libraries. Symbols in `VERSIONED` have the library's name as version. `PLAIN` contains the other libraries:
+#: name -> (first letters of its symbols, version of its symbols or "").
 VERSIONED = (
     "libcublas.so.13",
     "libcublasLt.so.13",
@@ -64,7 +65,7 @@ _DEFINED = re.compile(r"^[\w ]+?\**(\w+)\(", re.MULTILINE)
 
 
 def main() -> None:
-    """Build it; existing packages are not fetched again."""
+    """Build the null GPU. Existing packages are not downloaded again."""
     folder = Path(sys.argv[1]).resolve()
     fetch(folder)
     stub(folder)
@@ -76,12 +77,12 @@ def main() -> None:
         "HF_HUB_OFFLINE": 1,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED": 1,  # cuDNN is empty: its attention, the first choice on Hopper, would crash
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": 1,  # attention of the empty cuDNN, the default on Hopper, would crash
         "NULL_COPY_BYTES": 600_000,
     }
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
     packages = shlex.quote(os.pathsep.join(map(str, (site, libraries))))
-    # The path of the checkout that reads it: several may use one null GPU.
+    # $PWD is the checkout that sources this file. Several checkouts may share one null GPU.
     lines.append(f'export PYTHONPATH={packages}:"$PWD":"$PWD/tests"')
     (folder / "env.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"the null GPU is in {folder}")
@@ -108,7 +109,7 @@ def fetch(folder: Path) -> None:
 
 
 def stub(folder: Path) -> None:
-    """Compile a library for each one that torch is linked with."""
+    """Compile a stub of each CUDA library that torch links to."""
     out = folder / "stub"
     out.mkdir(exist_ok=True)
     wanted, unversioned = symbols(folder / "site" / "torch" / "lib")
@@ -136,7 +137,7 @@ def stub(folder: Path) -> None:
 
 
 def symbols(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
-    """Return library -> its symbols that torch's libraries need, and the symbols without a library."""
+    """Return the symbols that torch's libraries need: by CUDA library, and those without a library's version."""
     wanted: dict[str, set[str]] = {}
     others: set[str] = set()
     for library in folder.glob("*.so*"):
@@ -152,7 +153,7 @@ def symbols(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def body(name: str) -> str:
-    """Return the C source of a function that does nothing."""
+    """Return the C source of a stub function."""
     if name in BODIES:
         return BODIES[name]
     if name.endswith(("ErrorString", "StatusString", "LastError")):
@@ -166,8 +167,12 @@ def compile_(
     """Compile a shared library.
 
     Args:
-        out: folder. name: of the library. texts: in C. version: of all its symbols. headers: of CUDA.
-        more: libraries that it is linked with.
+        out: Folder of the library.
+        name: File name of the library.
+        texts: C sources.
+        version: Version of all symbols, or "".
+        headers: Folder of CUDA's header files, or None.
+        more: Libraries to link to.
     """
     sources = [out / f"{name}.{number}.c" for number in range(len(texts))]
     for source, text in zip(sources, texts, strict=True):

@@ -1,9 +1,10 @@
-"""A pytest plugin for `-m gpu` on the null GPU: it ignores assertions about numbers, all others count.
+"""Pytest plugin for `-m gpu` on the null GPU. It ignores failed assertions about computed numbers.
 
     . temp/null_gpu/env.sh; pytest -p null_gpu.judge -m gpu tests/gpu
 
-Kernels do nothing there, so no number is right: an assertion about a number means nothing, and the test continues after
-it. An exception counts. So does an assertion of the project, or of a test about exit codes, bytes, waits or calls.
+Kernels do nothing on the null GPU, so their results are wrong, and a test continues after a failed assertion about such
+a number. Exceptions count. Assertions in the packages also count, and so do assertions in tests about exit codes,
+bytes, waits or calls.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from _pytest.assertion import rewrite
 
 TESTS = Path(__file__).resolve().parent.parent
-#: Tests that the project's packages ship, for authors of tiers.
+#: Test suites that are part of `tiered`, for authors of tiers.
 SUITES = TESTS.parent / "tiered" / "testing"
-#: Raises if numbers of two tensors differ.
+#: Folder of torch's functions that compare two tensors and raise an error if their values differ.
 _COMPARES = Path(torch.__file__).parent / "testing"
-#: Test, a part of its error, and the reason why meaningless numbers always cause it.
+#: Test, part of its error message, and reason why wrong numbers always cause this error.
 KNOWN = (
     (
         "test_whole_runs.py::test_evaluations_continue_rows_as_on_a_cpu",
@@ -39,20 +40,20 @@ KNOWN = (
         "how many elements a sparse tensor has is a number on the device",
     ),
 )
-#: Words in the line of an assertion that counts.
+#: An assertion counts if its source line contains one of these words.
 JUDGED = re.compile(
     r"returncode|exit_code|Traceback|num_drops|num_calls|\bpeak|\w_bytes\b|allocated|reserved|allocs|as_planned|syncs|waits"
     r"|\bmoved|traffic|links|prefetch_|schedule_misses|gathers_ahead|is_pinned"
 )
-#: Ends of the project's messages about impossible numbers, which can occur here.
+#: Parts of error messages about impossible numbers, which are normal on the null GPU.
 _NUMBERS = re.compile(r"not finite|\bnan\b|\binf\b|NonFinite|math domain error", re.IGNORECASE)
 REACHED = "only a number is wrong"
-_passed_over: list[str] = []  # in the running test
+_passed_over: list[str] = []  # assertions of the running test
 
 
 @contextmanager
 def passing_over(text: str) -> Iterator[None]:
-    """Continue after an assertion of a test about a number; ``text`` is its source."""
+    """Continue after a failed assertion, and record its source line ``text``."""
     try:
         yield
     except AssertionError:
@@ -60,7 +61,7 @@ def passing_over(text: str) -> Iterator[None]:
 
 
 def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
-    """Put every assertion about a number of a module into a ``with passing_over(...)``."""
+    """Wrap every assertion about a number in ``with passing_over(...)``, in the syntax tree of a module."""
     name = __name__.partition(".")[0]
 
     class Wrapped(ast.NodeTransformer):
@@ -81,7 +82,7 @@ def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Make pytest pass over numbers in every module whose assertions it rewrites, oracles included."""
+    """Wrap assertions about numbers in every module whose assertions pytest rewrites, including the oracles."""
     own = rewrite.rewrite_asserts
 
     def rewritten(tree: ast.Module, source: bytes, *more: Any) -> None:
@@ -94,10 +95,12 @@ def pytest_load_initial_conftests() -> None:
 
 
 def is_about_numbers(kind: type[BaseException], message: str, frames: Sequence[tuple[str, str]]) -> bool:
-    """Return whether an exception of a test means nothing without real numbers.
+    """Return whether wrong numbers explain an exception of a test, so that it does not count.
 
     Args:
-        kind: of the exception. message: its text. frames: file and line of source, the innermost last.
+        kind: Type of the exception.
+        message: Text of the exception.
+        frames: (file, source line) of each frame, the innermost last.
     """
     if _NUMBERS.search(f"{kind.__name__}: {message}"):
         return True
@@ -107,19 +110,19 @@ def is_about_numbers(kind: type[BaseException], message: str, frames: Sequence[t
 
 
 def asserting(frames: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return file and line of the innermost frame that is not one of torch's comparisons."""
+    """Return (file, source line) of the innermost frame outside torch's comparison functions."""
     return next(frame for frame in reversed(frames) if not Path(frame[0]).is_relative_to(_COMPARES))
 
 
 def known(test: str, message: str) -> str:
-    """Return the reason for a test's known error, or ""."""
+    """Return the reason for an error of a test if the error is in ``KNOWN``, otherwise ""."""
     return next((why for name, part, why in KNOWN if name in test and part in message), "")
 
 
 def faults_of_calls(folder: Path) -> list[str]:
-    """Return the errors in the results of calls of `bench/gpu_fifteen.sh`, without losses.
+    """Return the errors in the results of `bench/gpu_fifteen.sh`: failed rows, except losses and times, and log lines.
 
-    A bench exits with 1 if any of its rows is not ok, so the rows and the output decide.
+    `gpu.py` exits with 1 if any row is not ok. This exit status is ignored, because the rows are checked instead.
     """
     rows, log = folder / "gpu.jsonl", (folder / "log.txt").read_text(encoding="utf-8")
     found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
@@ -135,7 +138,7 @@ def faults_of_calls(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps find possible gradient norms: a norm of arbitrary memory would end them."""
+    """Make gradient norms finite and nonnegative. They come from arbitrary memory, and other norms would end a step."""
     from megatrain.optim import clip
 
     own = clip._sum_in_order
@@ -149,7 +152,7 @@ def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-    """Report a test that failed for a number, or passed one over, as an expected failure."""
+    """Report a test as an expected failure if wrong numbers explain its error, or if it passed over an assertion."""
     report = yield
     if report.when == "call" and report.passed and _passed_over:
         report.outcome, report.wasxfail = "skipped", f"{REACHED}: {'; '.join(dict.fromkeys(_passed_over))}"

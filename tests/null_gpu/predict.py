@@ -1,8 +1,9 @@
-"""Print the planner's predictions for parts of `bench/gpu.py` on machines of its files. Nothing is measured.
+"""Prints the planner's predictions for parts of `bench/gpu.py` on the machines that `plan --machine list` lists.
 
     . temp/null_gpu/env.sh; python tests/null_gpu/predict.py --machines h200-1.5tb,h100-512gb 7b_64k 7b_4k
 
-Prints a table in Markdown. The RAM tier has the 110 GiB of `bench/gpu_fifteen.sh` on each machine.
+Nothing is measured. The output is one Markdown table per machine. The RAM tier has 110 GiB on each machine, as in
+`bench/gpu_fifteen.sh`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PARTS = ("7b_4k_equal", "7b_4k", "7b_64k_equal", "7b_64k", "14b")
 
 
 def main() -> int:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"default: {' '.join(PARTS)}")
     parser.add_argument("--machines", default=",".join(MACHINES), help="with commas between them")
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def column(name: str, machine: str) -> Mapping[str, str]:
-    """Return row -> figure of a part on a machine."""
+    """Return the table column of a part on a machine: row title -> figure."""
     planned = find_machine(machine)
     with tempfile.TemporaryDirectory() as folder:
         job = make_job(
@@ -75,7 +76,7 @@ def column(name: str, machine: str) -> Mapping[str, str]:
 
 
 def figures(plan: Plan, loaded: LoadedProfile) -> dict[str, str]:
-    """Return row -> figure of a plan."""
+    """Return the figures of a plan, by row title."""
     estimate = estimate_step(plan, plan.shape, loaded)
     costs = DeviceCosts.of(loaded.machine, "cuda", "bfloat16")
     assert costs is not None and estimate.step_s is not None, estimate.unmeasured

@@ -1,10 +1,10 @@
-"""Plans and steps of parts of `bench/gpu.py` at true size on the null GPU: allocations, and host cost.
+"""Plans parts of `bench/gpu.py` at full size, runs their steps on the null GPU, and measures memory and host time.
 
     . temp/null_gpu/env.sh; python tests/null_gpu/steps.py 7b_4k@h200 7b_64k@h100 --json --out rows.jsonl
 
-A part without a GPU after @ runs on an H200. The RAM tier has the 110 GiB of `bench/gpu_fifteen.sh`. Host seconds,
-launches, leases and bytes are real; numbers and GPU seconds are not. Nothing is filled, and the host's AdamW is
-skipped: with untouched pages, a RAM tier of 113 GiB fits into any machine.
+If a name has no GPU after @, the part runs on an H200. The RAM tier has 110 GiB, as in `bench/gpu_fifteen.sh`. Host
+seconds, launches, leases and bytes are real; results of kernels and GPU seconds are not. Weights are not loaded, and
+AdamW on the host is skipped. The RAM tier therefore fits into any machine, because its pages are never touched.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ DEFAULT = (
     *("7b_64k@h200", "7b_4k@h200", "14b@h200", "long_32k@h200"),
     *("7b_64k@h100", "7b_4k@h100", "7b_16k@rtx4090", "7b_4k@rtx4090"),
 )
-#: RAM tier of the lent machine.
+#: Total and free RAM that the script pretends to have, and size of the RAM tier.
 RAM_BYTES, FREE_RAM_BYTES, RAM_TIER = 134_000_000_000, 130_000_000_000, "110GiB"
-#: Tensors on the GPU may exceed the plan by the memory of libraries and the allocator's rounding.
+#: Allocations on the GPU may exceed the plan by this much, for libraries and the allocator's rounding.
 LIBRARIES_BYTES = 256 << 20
-#: Counters of this libcudart: kernel launches, driver launches (Triton's), waits for a stream or an event.
+#: Indices of counters in the stub of libcudart: kernel launches, launches through the driver (by Triton), and waits for
+#: a stream or an event.
 LAUNCHES, DRIVER_LAUNCHES, SYNCS = 0, 3, 6
 
 
 def main() -> int:
-    """Run each part in a separate process; return 1 if one fails, or takes more than planned."""
+    """Run each part in a separate process. Return 1 if a part fails or allocates more than planned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--steps", type=int, default=3, help="after one that is not measured")
@@ -80,7 +81,7 @@ def main() -> int:
         report = Report("null_gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
         Steps(name, part, report, arguments.launches_per_s, quick=arguments.quick).run(arguments.steps)
         sys.stdout.flush()
-        os._exit(0 if report.all_ok else 1)  # an orderly end is not needed
+        os._exit(0 if report.all_ok else 1)  # skip the usual cleanup
     words = [word for word in sys.argv[1:] if word not in arguments.parts]
     codes = []
     for name in arguments.parts:
@@ -91,23 +92,23 @@ def main() -> int:
 
 
 class Phases:
-    """Receives timeline calls: main thread's CPU seconds, launches and leases of each phase of a step."""
+    """Counts the main thread's CPU seconds, the launches and the leases in each phase of a step."""
 
     def __init__(self, counts: Any, leases: list[int]) -> None:
         self._counts, self._leases = counts, leases
         self.restart()
 
     def restart(self) -> None:
-        """Restart the counts."""
+        """Discard the counts so far."""
         self.found: dict[str, list[float]] = {}
         self._op: tuple[str, tuple[float, int, int]] | None = None
 
     def now(self) -> tuple[float, int, int]:
-        """Return the totals so far."""
+        """Return CPU seconds, launches and leases since the process started."""
         return time.thread_time(), self._counts[LAUNCHES] + self._counts[DRIVER_LAUNCHES], self._leases[0]
 
     def on_op(self, op: Any) -> None:
-        """Note that the engine begins an op, or has ended a step."""
+        """Finish the counts of the last op. ``op`` is the op that begins, or None at the end of a step."""
         now = self.now()
         if self._op is not None:
             phase, before = self._op
@@ -118,7 +119,7 @@ class Phases:
 
 
 class Steps:
-    """Steps of a part."""
+    """Plans one part, runs its steps, and reports rows."""
 
     def __init__(
         self, name: str, part: Part, report: Report, launches_per_s: float | None = None, *, quick: bool
@@ -129,11 +130,11 @@ class Steps:
         self._leases = [0]
 
     def row(self, name: str, value: Any, unit: str, **claim: Any) -> None:
-        """Print a row."""
+        """Report a row, with the name of the part as a prefix."""
         self._report.row(f"{self._name}.{name}", value, unit, **claim)
 
     def run(self, num_steps: int) -> None:
-        """Plan, step, and print the results."""
+        """Plan the part, run its steps, and report the results."""
         with tempfile.TemporaryDirectory() as folder:
             _leave_out_what_takes_memory()
             self._count_leases()
@@ -160,7 +161,7 @@ class Steps:
             self._step(side, phases, num_steps, planned_peak(plan.placement, "gpu"))
 
     def _predict_host(self, plan: Plan, launches_per_s: float) -> None:
-        """Print the host time in the plan of an H200, at launch rates measured here."""
+        """Report the host time that the planner predicts for an H200 and the given launch rate."""
         machine = find_machine("h200-1.5tb").profile.model_copy(update={"launches_per_s": launches_per_s})
         seconds = estimate_step(plan, plan.shape, LoadedProfile(machine)).seconds
         self.row("host.predicted", seconds["host"], "s")
@@ -207,7 +208,7 @@ class Steps:
 
 
 def _leave_out_what_takes_memory() -> None:
-    """Touch no page of the tiers: they are larger than the machine."""
+    """Replace all code that would touch the pages of tiers, because the tiers can be larger than the machine's RAM."""
     memory = psutil.virtual_memory()
     lent = memory._replace(total=RAM_BYTES, available=FREE_RAM_BYTES)
 

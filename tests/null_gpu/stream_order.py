@@ -1,10 +1,11 @@
-"""torch's stream sanitizer over two steps of a tiny model on the null GPU: finds unordered copies and kernels.
+"""Runs two steps of a tiny model on the null GPU under torch's stream sanitizer, which finds unordered accesses.
 
-    . temp/null_gpu/env.sh; python tests/null_gpu/stream_order.py            # no report, else exit status 1
-    . temp/null_gpu/env.sh; python tests/null_gpu/stream_order.py --control  # buffers order nothing: reports, else 1
+    . temp/null_gpu/env.sh; python tests/null_gpu/stream_order.py            # the sanitizer must report nothing
+    . temp/null_gpu/env.sh; python tests/null_gpu/stream_order.py --control  # without ordering, it must report errors
 
-The sanitizer compares the reads and writes of torch's operators with streams and events, so no kernel has to run. It
-does not see Triton's launches, nor views that begin inside a block.
+The exit status is 1 if the result is not as expected. The sanitizer only tracks the reads and writes of torch's
+operators, streams and events, so no kernel has to run. It does not see Triton's launches, or views that begin inside an
+allocation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NUM_PRINTED = 12
 
 
 class Accesses(_sanitizer.ArgumentHandler):
-    """The data pointers that an operator reads and writes; fake tensors of plans have none."""
+    """The data pointers that an operator reads and writes. Fake tensors, which plans use, have none."""
 
     def _handle_argument(self, value: Any, *arguments: Any, **options: Any) -> None:
         if not isinstance(value, FakeTensor):
@@ -36,11 +37,11 @@ class Accesses(_sanitizer.ArgumentHandler):
 
 
 class StreamOrder(_sanitizer.CUDASanitizerDispatchMode):
-    """The sanitizer for all threads; it counts reports instead of raising the first one.
+    """Sanitizer for all threads. It counts reports, instead of raising an error at the first one.
 
     Attributes:
-        num_calls: operators that touched device memory, by kind of thread.
-        reports: pairs of operators on two streams without order -> count.
+        num_calls: Number of operators that accessed device memory, by kind of thread.
+        reports: Number of reports by pair of operators that access the same memory on unordered streams.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class StreamOrder(_sanitizer.CUDASanitizerDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, schema = kwargs or {}, func._schema
-        if "record_stream" in schema.name or "empty" in schema.name:  # no kernel; nothing is written
+        if "record_stream" in schema.name or "empty" in schema.name:  # no kernel is launched
             return func(*args, **options)
         is_factory = bool(_sanitizer.FACTORY_FUNCTION_REGEX.match(schema.name))
         seen = Accesses()
@@ -86,10 +87,10 @@ def main() -> int:
         with order:
             run(thread)
 
-    sys.argv[1:] = []  # one_step parses it
+    sys.argv[1:] = []  # one_step parses the remaining arguments
     with (
         mock.patch.object(threading.Thread, "run", run_watched),
-        # All work ends at once on the null GPU, so no code would ever wait for an event.
+        # All work on the null GPU ends immediately, so no code would ever wait for an event.
         mock.patch.object(torch.cuda.Event, "query", return_value=False),
         mock.patch.object(DeviceBuffer, "order_before") if arguments.control else nullcontext(),
         order,

@@ -1,4 +1,4 @@
-"""Judgement of assertions when kernels do nothing."""
+"""The pytest plugin that decides which failed assertions count on the null GPU, where kernels do nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_comparison_of_torch_is_the_line_of_the_test_that_calls_it() -> None:
 
 
 def test_judged_test_continues_after_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The sources come first: a folder of tests has a package's name, and would hide it.
+    # The root of the repository comes first, because folders in tests have the same names as packages.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS.parent), str(TESTS))))
     source = """
         import pytest

@@ -25,19 +25,19 @@ FILE = Path(__file__).with_name("rows.jsonl")
 
 @functools.cache
 def all_rows() -> tuple[dict[str, str], ...]:
-    """Return the rows, by name."""
+    """Return all rows, sorted by name."""
     return tuple(json.loads(line) for line in FILE.read_text().splitlines())
 
 
 def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
-    """Generate the rows, which takes a few core seconds.
+    """Generate the rows. This takes a few CPU seconds.
 
     Args:
         kept: Rows to keep, unless they are excluded or redundant.
     """
     import covertable
 
-    plainest = {name: levels[0] for name, levels in FACTORS.items()}  # for rows older than a factor
+    plainest = {name: levels[0] for name, levels in FACTORS.items()}  # for rows from before a factor existed
     presets = [{**plainest, **row} for row in kept]
     constraints: list[dict[str, Any]] = []
     for each in EXCLUSIONS:
@@ -66,7 +66,7 @@ def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def name_of(row: Row) -> str:
-    """Return the name of a test: four digits for selecting it, and its levels except the plainest ones."""
+    """Return the test name of a row: four hex digits, its model, and its other levels except the plainest."""
     words = "-".join(row[name] for name, levels in FACTORS.items() if name == "model" or row[name] != levels[0])
     return f"{digest(row):04x}-{words}"
 

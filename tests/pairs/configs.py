@@ -1,4 +1,4 @@
-"""Conversion of a row of levels to the config of a run."""
+"""Converts a row of levels to the config of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_ROWS = 4, 4, 2
 ROWS_PER_STEP = NUM_MICRO_BATCHES * MICRO_BATCH_ROWS
 LEARNING_RATE = 1e-3
 WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2hosts": (2, 2)}
-#: Size of a tier that fits everything, and a size that tests enlarge to the planned minimum.
+#: Size of a tier in which everything fits, and a size that ``runs`` enlarges to the planned minimum.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")
-#: Folder next to the config of a run with an object tier, and the size of the drive before that tier.
+#: Folder of the object tier, next to the config, and size of the drive between RAM and the object tier.
 OBJECTS_FOLDER, OBJECTS_DRIVE = "objects", "2MiB"
-#: Steps at which a stream switches to equal weights. Before such a step, it draws no rows for later steps.
+#: Steps at which the config sets the stream's weight again. Before such a step, no rows are drawn for later steps.
 WINDOW_STARTS = (2, 4)
 LAYER_DECAY = 0.5
 _KINDS = ("weights", "gradients", "optimizer", "activations")
@@ -45,9 +45,9 @@ Config = dict[str, Any]
 
 
 def plain_of(row: Row) -> dict[str, str]:
-    """Return the plain row with the same expected bits: all in RAM, one process, no prefetch.
+    """Return the plain row that must have bit-identical results: one process, one memory, full recompute, unsaved.
 
-    Keep the cut of the model, because it determines the order of sums.
+    The cut of the model stays, because it determines the order of sums.
     """
     size, _ = WORLDS[row["ranks"]]
     lanes = f"{size}lanes" if row["lanes"] == "open" and size > 1 else row["lanes"]
@@ -143,12 +143,12 @@ def _cut(config: Config, row: Row) -> None:
 def _place(config: Config, row: Row, folder: Path) -> None:
     tiers, where = config["tiers"], row["placement"]
     if where in ("least", "drive", "objects", *ON_A_GPU):
-        # Each host's drive is the folder in which its processes run, under one shared path.
+        # With several hosts, the same path leads to a different drive for the processes of each host.
         own = Path("/proc/self/cwd") if WORLDS[row["ranks"]][1] > 1 else folder
         tiers["nvme"] = [{"path": str(own / "drive"), "size": "200MiB"}]
     if where in ("least", "objects"):
         tiers["ram"]["size"] = LEAST
-    if where == "objects":  # behind a drive that fits only some blocks; see ``runs.train_here``
+    if where == "objects":  # takes blocks that do not fit on the drive; see ``runs.train_here``
         tiers["nvme"][0]["size"] = OBJECTS_DRIVE
         (folder / OBJECTS_FOLDER).mkdir(exist_ok=True)
     elif where == "drive":
@@ -178,7 +178,7 @@ def _evaluate(config: Config, row: Row, held_out: Path) -> None:
 
 
 def all_in_place(config: Config) -> Config:
-    """Return a config with all blocks in device memory, and without prefetch."""
+    """Return a config with all blocks in the memory of the device, full recompute and no prefetch."""
     tiers = {"ram": {"size": AMPLE}} | ({"gpu": {"size": AMPLE}} if config["device"] == "cuda" else {})
     kept = {name: value for name, value in config.items() if name != "placement"}
     training = {**config["training"], "recompute": "full"}

@@ -101,7 +101,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     absent("mxfp4 is of gpt-oss alone, whose masks know no documents", base="mxfp4", packing="packed"),
     absent("mxfp4 is of gpt-oss alone, whose MLP hands on more than hidden states", base="mxfp4", cut="mlp_rows"),
     # packing
-    # Masks ignore positions, so documents in a row attend to each other, in transformers as well.
+    # Masks ignore positions, so documents in a packed row attend to each other. This is the same in transformers.
     refused("Write data.packing = false", model="gpt_oss", packing="packed"),
     refused("may not keep apart the texts", model="qwen2_5_vl", packing=("packed", "concat")),
     refused("Write data.packing = false", model="zamba2", packing="packed"),

@@ -1,4 +1,4 @@
-"""Tiny models for all levels, and rows for training and evaluation."""
+"""Tiny models for all levels, and data for training and evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oracles.image_models import chat, make_folder, png
 from oracles.quantize import METHODS, nf4, write_quantized
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-LENGTH = 96  # tokens of a row
+LENGTH = 96  # tokens per row
 NUM_ROWS, NUM_HELD_OUT = 13, 5
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
@@ -37,7 +37,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
 }
-#: Configuration of each model in addition to the sizes. Layers have 100,000 elements, more than the smallest part.
+#: Config values of each model in addition to ``_SIZES``. Layers have 100,000 elements, more than the smallest part.
 _VALUES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3_moe": {"moe_intermediate_size": 96, "mlp_only_layers": []},
@@ -111,7 +111,7 @@ class Place:
         return folder
 
     def data(self, task: str, *, images: bool = False) -> tuple[Path, Path]:
-        """Return the files of rows for training and evaluation."""
+        """Return the file for training and the file for evaluation."""
         kinds = {"pretrain": "text", "distill": "sft", "kto": "dpo", "orpo": "dpo", "reward": "dpo"}
         kind = "images" if images else kinds.get(task, task)
         folder = self.folder / "data" / kind

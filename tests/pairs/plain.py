@@ -1,4 +1,4 @@
-"""Expected results of the rows in plain transformers and peft, row by row, without code of this project."""
+"""Expected results of each run, computed with transformers and peft for one row of data at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-# transformers' processor, opened without its video part, which would need torchvision.
+# Opens transformers' processor without its video part, which would need torchvision.
 from megatrain.data.images import _open_processor as open_processor
 from pairs.configs import ROWS_PER_STEP
 from pairs.factors import PREFERENCES, Row
@@ -61,7 +61,7 @@ class Expected:
         num_tokens: Number of tokens without padding.
         num_trained: Number of trained tokens.
         loss: Loss of the epoch, or None if it depends on the division into rows.
-        figures: Preference metrics.
+        figures: Preference metrics by name.
     """
 
     num_tokens: int
@@ -87,7 +87,7 @@ def open_model(row: Row, place: Place, exported: Path | None = None) -> Any:
 
 
 def documents_of(row: Row, place: Place, file: Path) -> list[list[Document]]:
-    """Return the documents of each row in a file: one document, or two for preferences."""
+    """Return the documents of each row in a file: one, or two (chosen and rejected) for preferences and rewards."""
     model = place.model(row["model"], "plain")
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -178,7 +178,7 @@ def expected_epoch(row: Row, place: Place) -> Expected:
     of_rows = documents_of(row, place, train)
     documents = [each for of_row in of_rows for each in of_row]
     if row["reading"] == "streamed" and row["packing"] == "rows":
-        # Two steps of 8 rows are read before a later one: the file, and its beginning once more.
+        # The first window has two steps of 8 rows: all rows of the file, and the first rows again.
         documents = (2 * documents)[: 2 * ROWS_PER_STEP]
     num_rows = 2 if row["task"] == "kto" else 1  # each kto answer also appears after the prompt of another row
     num_tokens = num_rows * sum(each.num_tokens for each in documents)
@@ -226,7 +226,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _distilled(row: Row, place: Place, model: Any, documents: Sequence[Document]) -> float:
-    """Return the sum over tokens of 1/4 of the cross entropy and 3/4 of four times the KL divergence.
+    """Return the sum over tokens of ``0.25 * cross_entropy + 0.75 * 4 * kl_divergence``.
 
     The temperature is 2. The divergence covers the teacher's 8 likeliest tokens, and all other tokens as one outcome.
     """

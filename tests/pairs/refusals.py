@@ -1,4 +1,4 @@
-"""Runs with levels that the program refuses: each refusal alone, with plain levels otherwise."""
+"""Runs that the program refuses. Each has one combination of incompatible levels, and plain levels otherwise."""
 
 from __future__ import annotations
 

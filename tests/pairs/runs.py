@@ -1,4 +1,4 @@
-"""Complete runs of rows, alone or as ranks, with their log, traffic, plan and files."""
+"""Runs rows of levels to the end, in one process or several ranks, and records metrics, traffic and exports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RankEnd:
         planned: Planned bytes of the same transfers, by link.
         wasted: Numbers of unused prefetches and of unscheduled copies.
         tiers: Bytes of the blocks at home, peak bytes and capacity of each tier, by name.
-        weights: Exported fp32 weights by name. Only a single process fills them.
+        weights: Exported fp32 weights by name. Empty if there are several ranks.
         needs: Required size of each tier that was too small. If there is one, all other fields are empty.
         interrupted: Whether a signal ended the run.
         num_commits: Number of checkpoints that began.
@@ -258,7 +258,7 @@ def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankG
 
 
 def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hosts: int) -> list[RankEnd]:
-    """Train in several processes with torchrun's environment variables."""
+    """Train in several processes with torchrun's environment variables. Return the observations of each process."""
     folder = path.parent / f"ranks-{path.stem}-{stop_after}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -276,7 +276,7 @@ def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hos
 
 
 def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None, is_plain: bool = False) -> Run:
-    """Run a row to the end, in one start, or with a stop after a step and a resume as in the row."""
+    """Run a row to the end in one start, or stop after a step and resume in the way that the row says."""
     folder.mkdir(parents=True)
     config = config_of(row, place, folder, is_plain=is_plain)
     if row["task"] == "distill":
@@ -318,7 +318,7 @@ def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None
 
 
 def score(row: Row, place: Place, folder: Path) -> None:
-    """Score the training rows of a row with a teacher, once."""
+    """Let a teacher score the training data of a run, unless the folder with the scores exists."""
     if folder.exists():
         return
     folder.mkdir(parents=True)

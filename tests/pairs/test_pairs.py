@@ -1,7 +1,8 @@
-"""Every feature with every other compatible one: a covering array of whole runs (docs/pairs.md).
+"""Tests each feature together with every other compatible feature: a covering array of whole runs (docs/pairs.md).
 
-Each run is a row of levels. Its bits equal the same run all in RAM, in one process. It moves the planned bytes, within
-the capacity of its tiers. Its counts, losses and exports are computed again without the project.
+Each run is a row of levels. Its results are bit-identical to the same run in one process with everything in RAM. It
+moves the planned bytes, and its tiers stay within their capacity. Its counts, losses and exports match a computation
+with plain transformers and peft.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(1800)]
 _TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
 
 
-#: Digits of a row -> the cause of its failure, for failures that are not fixed yet.
+#: First four digits of a test name -> cause of a failure that is not fixed yet.
 KNOWN: dict[str, str] = {}
 
 
 def run_of(row: Row) -> Any:
-    """Return a row as a test's parameter."""
+    """Return a pytest parameter for a row. Rows that are not in today's selection are slow."""
     name = name_of(row)
     marks = [] if name in _TODAY else [pytest.mark.slow]
     if (why := KNOWN.get(name.partition("-")[0])) is not None:
@@ -53,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def test_every_pair_is_covered_or_excluded() -> None:
-    """Every omission has a reason, and every reason explains an omission."""
+    """Each pair is either covered or excluded, not both. Each exclusion has either an error message or a reason."""
     assert not [name_of(row) for row in all_rows() if is_excluded(row)]
     covered = set().union(*map(pairs_of, all_rows()))
     for pair in all_pairs():
@@ -104,7 +105,7 @@ def assert_within_plan(end: RankEnd) -> None:
     """Assert that every link moved the planned bytes, no fetch was wasted, and tiers are within their capacity."""
     links = {**end.moved, **end.planned}
     moved, planned = ({link: each.get(link, 0) for link in links} for each in (end.moved, end.planned))
-    if end.interrupted:  # a stop is unforeseen: the next step's blocks may be in flight
+    if end.interrupted:  # the stop was not planned, so blocks of the next step may be in flight
         assert all(moved[link] >= planned[link] for link in links), (moved, planned)
     else:
         assert moved == planned
@@ -114,7 +115,7 @@ def assert_within_plan(end: RankEnd) -> None:
 
 
 def assert_counts(row: Row, plain: Run, place: Place) -> None:
-    """Assert that an epoch has the tokens of the files, and the loss of plain transformers, row by row."""
+    """Assert that an epoch has the number of tokens in the files, and the loss that plain transformers computes."""
     if row["reading"] == "streamed":
         if row["packing"] != "rows":
             assert_full_rows(row, plain)
@@ -137,29 +138,29 @@ def assert_counts(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_full_rows(row: Row, plain: Run) -> None:
-    """Assert that streamed texts fill the rows of each step; the draw decides which texts share a row."""
+    """Assert that streamed texts fill the rows of each step. The random draw decides which texts share a row."""
     for step in plain.steps:
         most = ROWS_PER_STEP * LENGTH
         if row["packing"] == "concat":  # the last row of a window may be short
             assert most - LENGTH < step.num_real_tokens <= most
             assert step.num_trained_tokens == step.num_real_tokens - ROWS_PER_STEP
-        else:  # one of two rows is more than half full
+        else:  # of any two rows, at least one is more than half full
             assert most // 2 < step.num_real_tokens <= most
 
 
 def assert_rates(row: Row, plain: Run, place: Place) -> None:
-    """Assert that AdamW and Lion with ``layer_decay`` move each layer's weights by its share of the learning rate."""
+    """Assert that AdamW and Lion with ``layer_decay`` move each layer's weights at the layer's learning rate."""
     if row["model"] in ("zamba2", "qwen2_5_vl") or row["optimizer"] not in ("adamw", "adamw_bf16", "lion_int8"):
         return
     (end,) = plain.starts[0]
     before = load_file(place.meant(row["model"], row["base"], row["task"]) / "model.safetensors")
     layer = re.compile(r"\.(?:layers|h)\.(\d+)\.")
     num_layers = 1 + max(int(found[1]) for name in before if (found := layer.search(name)))
-    moves: dict[int, float] = {}  # layer, from 1; 0: embeddings -> the largest change of a weight
+    moves: dict[int, float] = {}  # layer number from 1, or 0 for embeddings -> largest change of a weight
     for name, weight in end.weights.items():
         found = layer.search(name)
         depth = int(found[1]) + 1 if found else 0 if re.search(r"embed_tokens|wte|wpe", name) else num_layers + 1
-        if "lora_B" in name:  # it begins with zeros
+        if "lora_B" in name:  # lora_B starts at zero
             change = weight
         elif row["adapters"] == "full":
             change = weight - before[plain_name(name)].float()
@@ -173,7 +174,7 @@ def assert_rates(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_export(row: Row, plain: Run, place: Place) -> None:
-    """Assert that transformers or peft opens the export, and that it has the run's weights and last figures."""
+    """Assert that transformers or peft loads the export with the run's weights and the last held-out loss."""
     model = open_model({**row, "precision": "fp32"}, place, plain.exported)
     (end,) = plain.starts[0]
     found = {plain_name(name): weight for name, weight in read_exported(plain.exported).items()}
@@ -199,7 +200,7 @@ def assert_export(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_rewards(told: tuple[Any, ...], found: tuple[Tensor, Tensor], near: dict[str, float]) -> None:
-    """Compare the last evaluation with the rewards that the exported model gives each text alone."""
+    """Assert that the metrics of the last evaluation match the exported model's rewards of single texts."""
     chosen, rejected = found
     both = torch.cat(found)
     near = {"abs": near["rel"] * float(both.abs().max())}

@@ -1,4 +1,4 @@
-"""Configs that are not TOML, wrong overrides and extra files, and impossible combinations."""
+"""Wrong configs: files that are not TOML, wrong overrides and extra files, and impossible combinations."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from wrong_inputs.mutate_config import CODE, COMMANDS, SEED
 from wrong_inputs.workplace import BASE_VALUES, CONFIG_NAME, Workplace, WrongInput
 
-#: A line in the middle of the file -> further words of the message.
+#: Wrong line, inserted in the middle of the config -> another text that the message must contain.
 BROKEN_LINES = {
     'run_name = "no end': "", "run_name = 'no end": "", "run_name = [1, 2": "", "run_name = { a = 1": "",
     "run_name": "", "run_name =": "", "= 7": "", "run_name: mine": "", "run_name = mine": '"mine"',
@@ -21,7 +21,7 @@ BROKEN_LINES = {
     "[[model]]": "", "[data.train]": "", "[tiers.nvme]": "", "seed = 1_": "", "seed = 1.": "", "run_name = \u201cmine\u201d": "",
     "<<<<<<< HEAD": "", "\x07": "",
 }  # fmt: skip
-#: Whole files.
+#: Name -> contents of a file that is not TOML.
 BROKEN_FILES: dict[str, bytes] = {
     "not UTF-8": b'task = "caf\xe9"\n',
     "UTF-16": "task = 1\n".encode("utf-16"),
@@ -31,7 +31,7 @@ BROKEN_FILES: dict[str, bytes] = {
     "binary": bytes(random.Random(SEED).randbytes(300)),
     "a picture": b"\x89PNG\r\n\x1a\n" + bytes(range(64)),
 }
-#: Word of --set -> names in the message.
+#: Argument of --set -> texts that the message must contain.
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "seed": ("--set", "seed", "KEY=VALUE"),
     "=7": ("--set", "KEY=VALUE"),
@@ -57,7 +57,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "device=cuda:0": ("--set", "device"),
 }
 Keys = dict[str, str]
-#: Impossible combinations: keys as TOML -> the key of the message (at its line), and words of the message.
+#: Name of an impossible combination -> (keys with values as TOML, key whose line the message must name, texts that the
+#: message must contain).
 COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "no steps": ({"training.max_steps": "0"}, "training.max_steps", ()),
     "batch twice": ({"training.train_batch_tokens": "128"}, "training.per_device_train_batch_size", ("train_batch_tokens",)),
@@ -103,7 +104,7 @@ def _broken_line(text: str, part: str) -> Callable[[Workplace], Sequence[str]]:
 
 
 def file_cases() -> Iterator[WrongInput]:
-    """Yield files that are not TOML, not files, or missing."""
+    """Yield config files that are not TOML, are empty, are a folder, or do not exist."""
     for line, part in BROKEN_LINES.items():
         yield WrongInput(f"line {line!r}", "config: not TOML", CODE, _broken_line(line, part), COMMANDS)
 
@@ -136,7 +137,7 @@ def file_cases() -> Iterator[WrongInput]:
 
 
 def _with_byte(place: int, byte: int) -> WrongInput:
-    """Insert a byte that TOML does not allow, at a random place."""
+    """Return a case that inserts an invalid byte into the config."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         text = work.config.text().encode()
@@ -148,7 +149,7 @@ def _with_byte(place: int, byte: int) -> WrongInput:
 
 
 def option_cases() -> Iterator[WrongInput]:
-    """``--set`` and ``-c``."""
+    """Yield wrong arguments of ``--set`` and ``-c``."""
 
     def overridden(word: str, parts: tuple[str, ...]) -> Callable[[Workplace], Sequence[str]]:
         def spoil(work: Workplace) -> Sequence[str]:

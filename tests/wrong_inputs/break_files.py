@@ -1,4 +1,4 @@
-"""Wrong files of rows: broken, cut off, empty, missing, of an unknown kind; and wrong source names."""
+"""Wrong data: files that are broken, cut off, empty, missing or of an unknown kind, and wrong sources and settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wrong_inputs.mutate_config import SEED
 from wrong_inputs.workplace import ROWS, Workplace, WrongInput
 
 GOOD = json.dumps(ROWS[0])
-#: Name -> the second of three lines. Valid JSON that is not an object is a row that is dropped and counted.
+#: Name -> second of three lines, which is broken JSON. A valid JSON value that is no object would only be dropped.
 BROKEN_LINES = {
     "cut off": GOOD[:30], "no JSON": "hello", "single quotes": GOOD.replace('"', "'"), "an extra comma": GOOD + ",",
     "two objects": GOOD + GOOD,
@@ -22,7 +22,7 @@ BROKEN_LINES = {
     "no quotes": "{messages: []}", "a control character": '{"text": "\x01"}',
     "a comment": "// no", "an open string": '{"messages": "',
 }  # fmt: skip
-#: Name of a file -> its bytes -> further names in the message.
+#: Name -> (file name, contents of the file, other texts that the message must contain).
 TEXT_FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "json cut off": ("x.json", b'[{"text": "a"}, {"text"', ("line 1",)),
     "json that is no list": ("x.json", b'{"text": "a"}\n', ()),
@@ -99,7 +99,7 @@ def _table(ending: str, columns: dict[str, Any]) -> bytes:
 
 
 def table_cases() -> Iterator[WrongInput]:
-    """Yield Parquet and Arrow files: cut off and damaged anywhere, without rows, with other columns and types."""
+    """Yield Parquet and Arrow files that are cut off, have no rows, wrong columns or types, or are not UTF-8."""
     columns: dict[str, dict[str, Any]] = {
         "unknown columns": {"a": ["x"], "b": ["y"]},
         "numbers for text": {"text": [1, 2]},
@@ -195,7 +195,7 @@ def source_cases() -> Iterator[WrongInput]:
 
 
 def setting_cases() -> Iterator[WrongInput]:
-    """Yield settings that leave nothing to train."""
+    """Yield wrong settings for data. Most of them leave nothing to train."""
     kind = "data: nothing trained"
 
     def put(*parts: str, **keys: str) -> Callable[[Workplace], Sequence[str]]:

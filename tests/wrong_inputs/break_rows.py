@@ -11,7 +11,7 @@ from wrong_inputs.workplace import ROWS, Workplace, WrongInput, chat
 CODE = 4
 COMMANDS = ("check", "run")
 FILE = "rows.jsonl"
-#: Format -> a valid row of it, and its list fields.
+#: Format -> a valid row.
 SOUND: dict[str, dict[str, Any]] = {
     "messages": chat("Who speaks?", "Call me Ishmael."),
     "sharegpt": {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Ishmael."}]},
@@ -31,7 +31,7 @@ NO_TOKENS: dict[str, Any] = {
     "too large": [1 << 40],
 }
 USER, ASSISTANT = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ishmael."}
-#: Conversations that make an untrainable row.
+#: Name -> conversation that cannot be trained.
 CONVERSATIONS: dict[str, list[Any]] = {
     "unknown role": [{"role": "narrator", "content": "x"}, ASSISTANT],
     "role of another case": [{"role": "User", "content": "x"}, ASSISTANT],
@@ -54,7 +54,7 @@ CONVERSATIONS: dict[str, list[Any]] = {
     "tool arguments broken": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
     "half a surrogate": [USER, {"role": "assistant", "content": "\ud800"}],
 }
-#: For a template that requires alternating roles.
+#: Name -> conversation that a template with strictly alternating roles refuses.
 ORDERS: dict[str, list[Any]] = {
     "assistant first": [ASSISTANT, USER],
     "two questions": [USER, USER, ASSISTANT],
@@ -67,7 +67,7 @@ IN_TURN = (
     "<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-#: Other rows -> the config's format.
+#: Name -> (wrong row, format in the config).
 OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing known": ({"question": "?", "answer": "!"}, "auto"),
     "no fields": ({}, "auto"),
@@ -93,7 +93,7 @@ OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _in_the_middle(format: str, row: object, *, template: str = "", sound: object = None) -> Callable[..., Any]:
-    """Put the row between two valid ones, with bad rows being errors: the message must name the second line."""
+    """Return a change that puts a row between two valid rows. The message must name the second line."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         good = sound or SOUND.get(format, ROWS[0])
@@ -108,7 +108,7 @@ def _in_the_middle(format: str, row: object, *, template: str = "", sound: objec
 
 
 def field_cases() -> Iterator[WrongInput]:
-    """Yield every field of every format missing, or with a forbidden value."""
+    """Yield rows of every format with a field that is missing or has a forbidden value."""
     for format, sound in SOUND.items():
         for name, value in sound.items():
             if name != "labels":

@@ -1,4 +1,4 @@
-"""Wrong model folders: config.json, weights, tokenizer and chat template missing, damaged, or of another model."""
+"""Wrong model folders: config.json, weights or shards are missing, damaged, or from another model."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -15,13 +15,13 @@ from wrong_inputs.workplace import Spoil, Workplace, WrongInput
 MODEL, DATA = 2, 4
 WEIGHTS = "model.safetensors"
 COMMANDS = ("check", "run")
-#: Name -> text of config.json.
+#: Name -> contents of config.json.
 CONFIGS: dict[str, bytes] = {
     "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "a number": b"7", "text": b'"llama"',
     "an empty object": b"{}", "not UTF-8": b'{"model_type": "\xff"}', "a picture": b"\x89PNG\r\n\x1a\n",
     "deeply nested": b"[" * 100_000, "a pointer of git lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
 }  # fmt: skip
-#: Values of config.json that no causal language model of this family has.
+#: Name -> values in config.json that make the model an unsupported kind.
 TYPES: dict[str, dict[str, Any]] = {
     "unknown model_type": {"model_type": "llamma"},
     "model_type is a number": {"model_type": 7},
@@ -104,7 +104,7 @@ def _bytes(change: Callable[[bytes], bytes], *parts: str) -> Spoil:
 
 
 def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    """Return a change of the header's values; the bytes after the header stay."""
+    """Return a function that changes the header of a safetensors file, and keeps the bytes after the header."""
 
     def changed(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
@@ -186,7 +186,7 @@ def _adapter(work: Workplace) -> Sequence[str]:
 
 
 def _sharded(change: Callable[[Workplace, dict[str, Any]], object], *parts: str) -> Spoil:
-    """Make two shards and an index, damaged."""
+    """Return a change that splits the weights into two shards with an index, and damages them."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         from safetensors.torch import load_file, save_file

@@ -1,13 +1,13 @@
-"""Runs a case through the real command, and judges its message: place, remedy, no traceback.
+"""Runs the real command on a case, and checks its message: location, remedy, no traceback.
 
-The definition of a remedy, so that no case needs a separate text: every problem of a message must have at least one of
+Every problem in a message must contain a remedy. Cases need not list the expected remedies, because a remedy is one of
 
 - a clause that begins with a verb of :data:`VERBS` in the imperative ("Write ...", "Leave it out", "or install ...");
 - a suggestion ("Did you mean ...?"), or the right table of a key ("here: data.max_length", "belongs in [data]");
 - the valid values ("It must be at least 1", "Roles: system, user");
 - the sufficient capacity ("needs at least 4096").
 
-A first sentence that only states the mistake has none of these.
+A sentence that only states the mistake has none of these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Answer:
     """Answer of a command to a case.
 
     Attributes:
-        code: exit code. problems: each as one text. output: all of it. crash: an uncaught exception.
+        code: Exit code.
+        problems: Text of each problem.
+        output: Everything that the command printed.
+        crash: Uncaught exception, or "".
     """
 
     code: int
@@ -54,25 +57,25 @@ class Answer:
 
 
 def has_remedy(problem: str) -> bool:
-    """Return whether a problem states a remedy."""
+    """Return whether the text of a problem contains a remedy."""
     return any(pattern.search(problem) for pattern in _REMEDIES)
 
 
 def command_line(command: str, work: Workplace) -> list[str]:
-    """Return the words of a command for a case."""
+    """Return the command line for a case."""
     options = {"check": ["--json"], "plan": [], "run": ["--max-steps", "1"]}[command]
     return [command, str(work.config_path), *options, *work.words]
 
 
 def ask(command: str, work: Workplace) -> Answer:
-    """Run a command in this process."""
+    """Run a command in this process, and return its answer."""
     result = CliRunner().invoke(command_group(), command_line(command, work))
     crash = "" if result.exception is None or isinstance(result.exception, SystemExit) else repr(result.exception)
     return read_answer(command, result.exit_code, result.stdout, result.stderr, crash)
 
 
 def read_answer(command: str, code: int, stdout: str, stderr: str, crash: str = "") -> Answer:
-    """Extract the problems from a command's output."""
+    """Return the answer of a command, with the problems extracted from its output."""
     problems: list[str] = []
     if command == "check" and stdout.startswith("{"):
         problems = [each["text"] for each in json.loads(stdout)["findings"] if each["severity"] == "problem"]
@@ -82,7 +85,7 @@ def read_answer(command: str, code: int, stdout: str, stderr: str, crash: str = 
 
 
 def _split(message: str) -> list[str]:
-    """Return the problems of a message of several; each is prefixed with the file in the message's first line."""
+    """Split a message into its problems. Each problem is prefixed with the file from the first line of the message."""
     first, *rest = message.rstrip().splitlines()
     head = _HEAD.fullmatch(first)
     if head is None:

@@ -1,4 +1,4 @@
-"""Wrong configs, made from the schema: every key and table with wrong types, ranges, choices, names and places."""
+"""Wrong configs, derived from the schema: keys and tables with wrong types, ranges, choices, names or places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, TABLES, full_
 COMMANDS = ("check", "plan")
 CODE = 2
 SEED = 20261121
-#: TOML text -> the value; every type that TOML has.
+#: TOML text -> its value, or None for a date. Together, the texts have all types of TOML.
 VALUES: dict[str, object] = {
     '"no-such-value"': "no-such-value", "7": 7, "-7.5": -7.5, "true": True, "[7]": [7], "[[]]": [[]],
     "{ x = 1 }": {"x": 1}, "1979-05-27": None,
@@ -25,18 +25,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,), "object": (dict,)
 }  # fmt: skip
 _BAD_SIZES = ('"12"', "12", '"12 parsecs"', '"-1GiB"', '""', '"GiB"', '"1,5GiB"')
-_BAD_TEXTS = {  # beginning of the example in the schema -> similar wrong texts
+_BAD_TEXTS = {  # first example of a key in the schema -> similar wrong values
     "110GiB": _BAD_SIZES,
     "auto": (*_BAD_SIZES, '"0GiB"', '"0%"', '"150%"', '"%"'),
     "45min": ('"45"', "45", '"45 fortnights"', '"0s"', '"-45min"', '""', '"min"'),
     "2.0GB/s": ('"5"', "5", '"5GB"', '"5 parsecs/s"', '"0GB/s"', '""'),
 }
-#: Keys that affect the command line or other keys: another value is wrong in two ways.
+#: Keys that are not tested with wrong types, because a wrong value also causes another error.
 _NO_TYPE_CHECK = frozenset({"config_version"})
 
 
 def accepts(schema: Mapping[str, Any], value: object) -> bool:
-    """Return whether a leaf's schema allows a value."""
+    """Return whether the schema of a key allows a value."""
     if "anyOf" in schema:
         return any(accepts(kind, value) for kind in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -86,7 +86,7 @@ def out_of_range(schema: Mapping[str, Any]) -> list[str]:
 
 
 def near_choice(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a choice with its last letter doubled, and the choice."""
+    """Return (a choice with its last letter doubled, the choice), or None if there is no long choice."""
     kinds = schema.get("anyOf", [schema])
     choices = [choice for kind in kinds for choice in kind.get("enum", [kind.get("const")])]
     long = [choice for choice in choices if isinstance(choice, str) and len(choice) > 3]
@@ -110,7 +110,7 @@ def _put(key: str, value: str) -> Any:
 
 
 def value_cases() -> Iterator[WrongInput]:
-    """Yield every key with values of other types, out of range, similar to its choices, and with broken units."""
+    """Yield every key with values that have a wrong type, are out of range, or are misspelled choices or sizes."""
     generator = random.Random(SEED)
     for key in sorted(KEYS):
         schema = leaf_schema(key)
@@ -129,7 +129,7 @@ def value_cases() -> Iterator[WrongInput]:
 
 
 def name_cases() -> Iterator[WrongInput]:
-    """Yield every key and table misspelled, keys in a wrong table, and every key of another tool."""
+    """Yield misspelled keys and tables, keys in a wrong table, and keys of other tools."""
     for key in sorted(KEYS):
         yield _renamed(key)
     for table in sorted(TABLES.keys() - ARRAY_TABLES):
@@ -143,7 +143,7 @@ def name_cases() -> Iterator[WrongInput]:
         misplaced.add((leaf, generator.choice(there)))
     for leaf, table in sorted(misplaced):
         yield _in_other_table(leaf, table)
-    for leaf in sorted(TRANSLATIONS)[::3]:  # test_other_tools.py has them all
+    for leaf in sorted(TRANSLATIONS)[::3]:  # test_other_tools.py tests all of them
         yield _of_other_tool(leaf)
     for key in sorted(PLANNED_KEYS):
         yield WrongInput(f"{key} (later release)", "config: other tool's key", CODE, _unknown(key), COMMANDS)
@@ -189,7 +189,7 @@ def _of_other_tool(leaf: str) -> WrongInput:
 
 
 def missing_cases() -> Iterator[WrongInput]:
-    """Yield every required key, left out."""
+    """Yield configs without a required key, one for each key."""
     for key in sorted(KEYS):
         if is_required(key) and key not in FREE_TABLES:
             yield _without(key)

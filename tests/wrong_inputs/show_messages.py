@@ -1,4 +1,4 @@
-"""Prints the answer to every wrong input, for human readers: python tests/wrong_inputs/show_messages.py [WORD]."""
+"""Prints the messages for all wrong inputs, for human readers: python tests/wrong_inputs/show_messages.py [WORD]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any mistake in config, data, model or places gives no traceback, but the documented code, a place and a remedy."""
+"""Wrong configs, data, models and places give the documented exit code, a location and a remedy, but no traceback."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from processes import warm
 from processes.saved_run import ROOT, command_words
 
 CASES = {f"{case.kind} / {case.name}": case for case in all_cases()}
-#: One command that must refuse each case, in turn. All commands: `-m slow`.
+#: Case -> one of its commands, in rotation. With `-m slow`, all commands run.
 COMMANDS = {name: case.commands[number % len(case.commands)] for number, (name, case) in enumerate(CASES.items())}
-#: A third of each kind, still more than the promised 200; all of them: `-m slow`.
+#: Number of cases of each kind. `EVERYDAY` has a third of each kind; with `-m slow`, all cases run.
 KINDS = Counter(case.kind for case in CASES.values())
 EVERYDAY = [name for kind in KINDS for name in [name for name, case in CASES.items() if case.kind == kind][::3]]
-#: Each of another family, and as users run it: in a separate process.
+#: Cases of different kinds that run as users run the command, in a separate process.
 IN_A_PROCESS = (
     ("config: misspelled key / data.max_elngth (for max_length)", "run"),
     ("config: not TOML / not UTF-8", "check"),
@@ -39,7 +39,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all cases; each empties it."""
+    """Return a folder that all cases share. Each case empties it first."""
     return tmp_path_factory.mktemp("work") / "w"
 
 
@@ -95,7 +95,7 @@ def test_every_class_of_input_has_enough_cases() -> None:
 @pytest.mark.parametrize("kind", ["config: wrong type", "config: misspelled key"])
 def test_every_key_of_the_schema_is_spoiled(kind: str) -> None:
     names = [case.name for case in CASES.values() if case.kind == kind]
-    assert len(names) >= len(KEYS) - 1  # config_version has one value only
+    assert len(names) >= len(KEYS) - 1  # config_version has only one value
 
 
 def harmless(**files: bytes) -> Spoil:
@@ -129,7 +129,7 @@ def with_rows(content: str) -> Spoil:
     return spoil
 
 
-#: Inputs that look odd and are valid.
+#: Unusual but valid inputs.
 RIGHT: dict[str, Spoil] = {
     "nothing": lambda work: (),
     **{f"a config with {change}": with_config(change) for change in (
@@ -149,7 +149,7 @@ RIGHT: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_correct_inputs_are_accepted(name: str, folder: Path, base_model: Path) -> None:
-    """Otherwise the refusals above would prove nothing."""
+    """If valid inputs were also refused, the tests above would prove nothing."""
     for command in ("check", "run") if name == "nothing" else ("check",):
         work = make_workplace(folder, base_model)
         RIGHT[name](work)

@@ -1,4 +1,4 @@
-"""A folder with a config, a model and data that train, and the changes of a case."""
+"""A folder with a valid config, model and data, in which each case makes one mistake."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ ROWS = (
 
 @dataclass
 class ConfigText:
-    """A config as tables of TOML texts, and the line of each key.
+    """A config as TOML text by table and key, which can return the line of each key.
 
     Attributes:
-        tables: name -> last name of a key -> its value as TOML; "" is the top of the file.
+        tables: Table name -> last part of a key -> value as TOML. The name "" is the top of the file.
     """
 
     tables: dict[str, dict[str, str]] = field(default_factory=lambda: {"": {}})
@@ -73,7 +73,7 @@ class ConfigText:
         return config
 
     def put(self, key: str, value: str, table: str | None = None) -> None:
-        """Write ``key = value``; a missing table is added at the end of the file."""
+        """Set a key to a TOML value. A missing table is added at the end of the file."""
         name, _, leaf = key.rpartition(".")
         self.tables.setdefault(name if table is None else table, {})[leaf] = value
 
@@ -82,7 +82,7 @@ class ConfigText:
         del self.tables[name][leaf]
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (dotted key or table, line of the file)."""
+        """Return (dotted key or table name, text of the line) for each line of the file."""
         found = []
         for name, values in self.tables.items():
             if name:
@@ -99,7 +99,7 @@ class ConfigText:
 
 
 def numbered(key: str) -> str:
-    """Return a key as in messages: with the number of the first item of an array table."""
+    """Return a key as messages show it: with index 0 if it is in an array table."""
     table = next((name for name in sorted(ARRAY_TABLES) if key.startswith(f"{name}.")), "")
     return f"{table}.0{key[len(table) :]}" if table else key
 
@@ -109,9 +109,11 @@ class Workplace:
     """The files that one case damages.
 
     Attributes:
-        folder: empty but for the files of :meth:`write`. base_model: a sound model, shared: never written.
-        raw_config: bytes of the config file, if they differ from ``config``.
-        words: more words for the command line.
+        folder: Folder of the case.
+        base_model: Folder of the valid model. All cases share it, so it must never change.
+        config: Config of the case.
+        raw_config: Bytes of the config file, if they differ from ``config``.
+        words: Additional words of the command line.
     """
 
     folder: Path
@@ -126,7 +128,7 @@ class Workplace:
 
     @property
     def model(self) -> Path:
-        """A model folder for this case: links to the files of the shared one, until they are replaced."""
+        """Model folder of this case, with links to the files of the shared model until the case replaces them."""
         folder = self.folder / "model"
         if folder.is_symlink():
             folder.unlink()
@@ -136,14 +138,14 @@ class Workplace:
         return folder
 
     def write(self) -> None:
-        """Write a sound model and sound data there."""
+        """Write valid data, and a link to the valid model."""
         (self.folder / "model").symlink_to(self.base_model)
         self.rows("rows.jsonl", ROWS)
         self.rows("held_out.jsonl", ROWS[:1])
 
     def write_config(self) -> None:
         if os.path.lexists(self.config_path):
-            return  # the case replaced it
+            return  # the case has made something else
         self.config_path.write_bytes(self.config.text().encode() if self.raw_config is None else self.raw_config)
 
     def file(self, name: str, content: bytes | str) -> str:
@@ -155,11 +157,11 @@ class Workplace:
         return name
 
     def rows(self, name: str, rows: Sequence[object]) -> str:
-        """Write rows as JSON lines; texts are written as they are."""
+        """Write rows as JSON lines, and return the name of the file. Strings are written unchanged."""
         return self.file(name, "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
 
     def train_on(self, name: str, **keys: str) -> None:
-        """Name the source of the training rows, with other keys of ``[[data.train]]`` as TOML."""
+        """Set the source of the training rows, and other keys of ``[[data.train]]`` to TOML values."""
         self.config.put("data.train.path", json.dumps(name))
         for key, value in keys.items():
             self.config.put(f"data.train.{key}", value)
@@ -170,7 +172,7 @@ class Workplace:
         self.file("model/config.json", json.dumps({**known, **values}))
 
 
-#: Damages a sound place and returns the names in the message: the file, the line, the key.
+#: Function that makes a mistake in a workplace. It returns the texts that the message must contain: file, line, key.
 Spoil = Callable[[Workplace], Sequence[str]]
 
 
@@ -179,8 +181,11 @@ class WrongInput:
     """One possible user mistake.
 
     Attributes:
-        name: the mistake, unique. kind: for the table of counts. code: documented exit code.
-        commands: those that must refuse it.
+        name: Name of the mistake, unique within its kind.
+        kind: Kind of mistake, such as "config: missing key".
+        code: Documented exit code.
+        spoil: Function that makes the mistake.
+        commands: Commands that must refuse the input.
     """
 
     name: str
@@ -191,14 +196,14 @@ class WrongInput:
 
 
 def make_base_model(folder: Path) -> Path:
-    """Write the sound model with a chat template; it has one layer, since planning takes most of the time."""
+    """Write the valid model with a chat template. It has only one layer, because planning takes most of the time."""
     write_tiny_model(folder, num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
 def make_workplace(folder: Path, base_model: Path) -> Workplace:
-    """Make a sound place; an existing folder is emptied."""
+    """Create a valid workplace. An existing folder is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     work = Workplace(folder, base_model)

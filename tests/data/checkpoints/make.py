@@ -1,9 +1,9 @@
-"""Make the golden checkpoints in this folder again, with the current program; see README.md.
+"""Makes checkpoints like the golden ones in this folder, with the current program; see README.md.
 
     PYTHONPATH=. python tests/data/checkpoints/make.py FOLDER
 
-FOLDER, which must not exist, becomes the folder of the runs: its path stays in their files. The checkpoints are packed
-into archives in this folder, which must not exist either.
+The runs write into FOLDER, which must not exist, and their files contain its path. The checkpoints are packed into
+archives next to this script, which must not exist either.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ min_free_disk = "1MiB"
 size = "64MiB"
 """
 ON_DRIVE = '[placement]\noptimizer = "nvme"\n[[tiers.nvme]]\npath = "drive"\nsize = "16MiB"\n'
-#: Name -> processes of the first step and of the second, and additional config tables.
+#: Name -> (number of processes of the first and of the second step, additional config tables).
 FORMS = {"one": ((1, 1), ON_DRIVE), "ram": ((1, 1), ""), "ranks": ((2, 2), ON_DRIVE), "both": ((1, 2), ON_DRIVE)}
 #: Files in the folders of a run that belong to no checkpoint.
 NOT_KEPT = ("live", ".pool", "LOCK", "README.txt", "out/*.json*", "out/rank?????")
 
 
 def write_model(folder: Path) -> None:
-    """Write a model with 0.9 k parameters and a vocabulary of letters, and a text to train on."""
+    """Write a model with 900 parameters and a vocabulary of letters, and a text to train on."""
     letters = "abcdefghijklmnopqrstuvwxyz ."
     vocabulary = {"<s>": 0, **{letter: number for number, letter in enumerate(letters, 1)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
@@ -76,7 +76,7 @@ def run(folder: Path, processes: int, text: str) -> None:
 
 
 def write(folder: Path) -> None:
-    """Run the configs, which write their checkpoints."""
+    """Run each form's config up to each step, so that the runs write their checkpoints."""
     folder.mkdir(parents=True)
     write_model(folder / "model")
     for name, (processes, more) in FORMS.items():
@@ -90,7 +90,7 @@ def write(folder: Path) -> None:
 
 
 def pack(folder: Path) -> None:
-    """Pack the checkpoints of each form into an archive; most bytes are zeros, in shares past their ends."""
+    """Pack the checkpoints of each form into an archive. Compression removes most bytes, which are padding zeros."""
     for name in FORMS:
         with tarfile.open(HERE / f"{name}.tar.xz", "x:xz") as archive:
             archive.add(folder / name, arcname=name, filter=kept)
