@@ -1,4 +1,4 @@
-"""The best evaluation: its selection, the checkpoint that it keeps and exports, and early stopping."""
+"""The best evaluation: how it is chosen, which checkpoint is kept and exported, and early stopping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from oracles.run_state import make_state
 from processes.saved_run import SavedRun
 
 VALUES = st.one_of(st.sampled_from([1.0, 1.1, 1.2, 0.9, math.nan]), st.floats(0, 2))
-#: The first evaluation has the largest loss, which counts as the best here; the model improves afterwards.
+#: Here the largest loss counts as the best. The loss falls, so the first evaluation stays the best.
 WORST = 'eval_steps = 2\nmetric_for_best_model = "eval_loss"\ngreater_is_better = true\n'
 EVAL = '[[data.eval]]\nname = "held out"\npath = "data.txt"\n'
 
@@ -61,7 +61,7 @@ def test_patience_matches_transformers(
         first_is_nan = best is not None and math.isnan(best.value)
         best = spec.after(best, step, value)
         if first_is_nan or math.isnan(values[0]):
-            return  # torch's comparison never finds anything better than NaN
+            return  # transformers never finds a value that is better than NaN
         assert (best.value, best.step) == (state.best_metric, state.best_global_step)
         assert spec.is_over(best) == control.should_training_stop
         if control.should_training_stop:
@@ -96,13 +96,13 @@ def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:
     assert saved_steps(run) == [2, 4, 6]
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 2
     assert "nothing to do" in train(run, "", steps=6, **one)
-    # The run continues and keeps two more checkpoints than the best.
+    # The continued run keeps the three newest checkpoints in addition to the best.
     train(run, "", steps=12, **one)
     assert saved_steps(run) == [2, 8, 10, 12]
     assert run.call("export", "--step", 2, run.out, run.folder / "two").exit_code == 0
     two, final = (load_file(folder / "model.safetensors") for folder in (run.folder / "two", run.out / "final"))
     assert two.keys() == final.keys() and all(two[name].equal(final[name]) for name in two)
-    # Its checkpoint is removed by hand: the next evaluation counts.
+    # After the best checkpoint is removed by hand, the next evaluation counts as the best.
     assert run.call("ckpt", "rm", run.out, "--step", 2, "--yes").exit_code == 0
     output = train(run, "", steps=14, **one).replace("\n", " ")
     assert "the checkpoint of the best evaluation, of step 2, is gone" in output
@@ -128,12 +128,12 @@ def test_a_run_that_gets_no_better_ends(run: SavedRun) -> None:
     assert "nothing to do" in train(run, "early_stopping_patience = 2\n", steps=20)
     assert "stopping early" in train(run, "early_stopping_patience = 3\n", steps=20)
     assert saved_steps(run) == [4, 6, 8]
-    # The count continues in a resumed run.
+    # A resumed run continues the count of evaluations without an improvement.
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
 
 
 def test_an_evaluation_before_the_first_step_is_never_the_best(run: SavedRun) -> None:
-    """No checkpoint has these weights. As the largest loss, it would end the run one evaluation earlier."""
+    """No checkpoint has the weights of this evaluation. If it counted, the run would end one evaluation earlier."""
     output = train(run, "eval_on_start = true\nearly_stopping_patience = 2\n", steps=20)
     assert "stopping early: 2 evaluations in a row" in output
     assert saved_steps(run) == [2, 4, 6]

@@ -1,4 +1,4 @@
-"""Checkpoints listed, found, verified and removed, in folders that real runs saved."""
+"""Listing, finding, verifying and removing checkpoints in folders that real runs saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
 
 @pytest.fixture
 def on_nvme(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
-    """A run whose blocks are on a drive; its folder must not be copied: the manifests name the drive."""
+    """Return a run with blocks on a drive. Its folder must not be copied, because the manifests name the drive."""
     run = SavedRun(tmp_path / "w")
     run.folder.mkdir()
     for name in ("model", "data.txt"):
@@ -236,7 +236,7 @@ def test_only_complete_checkpoint_is_kept(run: SavedRun) -> None:
     damage(manifest_of(run, 2))
     with pytest.raises(CheckpointError, match="step 6 is the only one"):
         remove(run, 3)
-    remove(run, 2)  # damaged: it may go
+    remove(run, 2)  # a damaged checkpoint may be removed
     assert [info.checkpoint.number for info in RunInventory(run.out).entries] == [1, 3]
 
 

@@ -1,4 +1,5 @@
-"""Whole copies of checkpoints, and lost drives: the copies made, the messages, the checkpoint that a run resumes."""
+"""Whole copies of checkpoints, and runs that lose a drive: which copies are made, and which checkpoint a run resumes.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def test_copies_follow_the_checkpoint_limit(run: SavedRun, copied_at_once: None)
 
 
 def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> None:
-    """A copy of generation 5 exists and its checkpoints were removed: the next number is 1, and it is copied."""
+    """A copy of generation 5 exists, but all checkpoints were removed. The next checkpoint is generation 1, and is
+    copied.
+    """
     table = CheckpointConfig(save_total_limit=1, save_copy=True, min_free_disk="0B")
     spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
 
@@ -120,7 +123,7 @@ def test_run_without_drives_makes_no_copy(run: SavedRun) -> None:
 
 
 def test_save_never_removes_a_checkpoint_being_copied(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves come faster than copies: training waits, with a message, only before it would remove one being copied."""
+    """If saves are faster than copies, training waits only before it would remove a checkpoint that is being copied."""
     rest = Throttle.pause
 
     def rest_longer(self: Throttle, since_s: float) -> float:
@@ -173,7 +176,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
         train_step(self, *arguments)
 
     def stop_again(self: Throttle, since_s: float) -> float:
-        if not copying.is_set() and self._disabled.is_set():  # a caller waits for it: all is saved
+        if not copying.is_set() and self._disabled.is_set():  # training waits for the copy, and everything is saved
             copying.set()
             os.kill(os.getpid(), signal.SIGTERM)
             assert self._cancelled.wait(30)
@@ -208,7 +211,7 @@ def test_finished_run_can_be_copied_later(run: SavedRun) -> None:
 
 @pytest.fixture
 def lost(run: SavedRun) -> SavedRun:
-    """A run that was saved at steps 2 and 4, with a copy of the last, and has lost its drive."""
+    """Return a run with checkpoints of steps 2 and 4 and a copy of step 4, after the loss of its drive."""
     result = run.run(steps=4, checkpoint='save_copy = "last"', **ON_DRIVE)
     assert result.exit_code == 0, result.output
     shutil.rmtree(run.out / "final")
@@ -233,7 +236,7 @@ def test_run_with_a_lost_drive_resumes_from_the_copy(lost: SavedRun) -> None:
 
 
 def test_newer_copy_is_preferred_to_an_older_checkpoint(lost: SavedRun) -> None:
-    """A newer copy is preferred to an old checkpoint that needs no drive."""
+    """The folder ``checkpoints`` is gone, and only the copy of step 4 is left."""
     shutil.rmtree(lost.out / "checkpoints")
     result = lost.run(**ON_DRIVE)
     assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
@@ -307,7 +310,7 @@ def test_lost_drive_without_copies_is_reported_once(run: SavedRun) -> None:
     check = run.call("check", run.write_config(**ON_DRIVE))
     assert check.exit_code == 1 and "steps 2, 4 are gone" in check.stdout, check.output
 
-    shutil.move(run.folder / "away", drive)  # it was a drive that was not mounted
+    shutil.move(run.folder / "away", drive)  # as if the drive had only been unmounted
     result = run.run(**ON_DRIVE)
     assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
     assert weights(run) == weights(run, "undisturbed")
@@ -338,7 +341,7 @@ def verified(run: SavedRun) -> Any:
 
 
 def test_copied_folder_is_read_from_its_drives(run: SavedRun, tmp_path: Path) -> None:
-    """With two paths, the first one's arrays link to files of the second by absolute paths."""
+    """With two paths, arrays on the first path link to files on the second path by absolute names."""
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     sound, damaged = (run.copy(tmp_path / name) for name in ("sound", "damaged"))
     (file,) = (damaged.folder / "two/snap").glob("00000002/model.layers.0/m/c/1")
@@ -374,7 +377,9 @@ def test_folders_outside_a_copy_are_named_by_every_command(run: SavedRun, tmp_pa
 
 
 def test_a_copy_next_to_the_drives_of_another_run(run: SavedRun, tmp_path: Path) -> None:
-    """They have folders and blocks of the same names. The copy's own parts stay where they were recorded."""
+    """Both runs have folders and blocks with the same names. The copied run still reads blocks from the recorded
+    drives.
+    """
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     other = run.copy(tmp_path / "other")
     for name in ("one", "two", run.out.name):
@@ -396,7 +401,7 @@ def test_incomplete_live_copy_names_its_folders(run: SavedRun, tmp_path: Path) -
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     shutil.rmtree(run.out / "final")
     copied = run.copy(tmp_path / "copied")
-    for folder in (run.folder, copied.folder):  # removed while they were copied
+    for folder in (run.folder, copied.folder):  # snapshots were removed while the run was being copied
         shutil.rmtree(folder / "two/snap")
     result = copied.run(**ON_TWO_DRIVES)
     assert result.exit_code == 1 and str(run.folder) not in result.stderr, result.output

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote: listed, verified, exported and continued (tests/data/checkpoints)."""
+"""Checkpoints of earlier versions (tests/data/checkpoints) can be listed, verified, exported and continued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes.rank_runs import launch
 from processes.saved_run import SavedRun
 from tiered import read_manifest
 
-#: Form -> its checkpoints, and then its copies: step, number, ranks.
+#: For each form: (step, number, ranks) of its checkpoints, and of its copies.
 FORMS = {
     "one": ([(1, 1, 1), (2, 2, 1)], [(1, 1, 1), (2, 2, 1)]),
     "ram": ([(1, 1, 1), (2, 2, 1)], []),
@@ -25,7 +25,7 @@ WITH_COPIES = [name for name, (_, copies) in FORMS.items() if copies]
 
 
 def longer(run: SavedRun) -> Path:
-    """Extend the config by two steps."""
+    """Add two steps to the config, and return its path."""
     path = run.folder / "run.toml"
     text = path.read_text()
     assert "max_steps = 2" in text
@@ -34,12 +34,12 @@ def longer(run: SavedRun) -> Path:
 
 
 def go_on(run: SavedRun) -> bytes:
-    """Return the weights after two further steps."""
+    """Train two more steps, and return the final weights."""
     return finished(run, longer(run))
 
 
 def finished(run: SavedRun, path: Path) -> bytes:
-    """Return the weights after the four steps of a config."""
+    """Continue a run from step 2 to step 4, and return the final weights."""
     result = run.call("run", path)
     assert result.exit_code == 0, result.output
     assert "continuing after step 2 of 4" in result.output
@@ -48,10 +48,10 @@ def finished(run: SavedRun, path: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights after four uninterrupted steps.
+    """Return the weights after four uninterrupted steps.
 
-    Another processor may round the first two steps differently than the one that wrote the golden checkpoints: then the
-    result of the simplest form is compared.
+    This processor may round the first two steps differently from the one that wrote the golden checkpoints.
+    In this case, continue the golden checkpoint of the simplest form, and return its final weights.
     """
     folder = tmp_path_factory.mktemp("unbroken")
     golden, run = unpack("ram", folder / "golden"), unpack("ram", folder)
@@ -68,7 +68,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def test_a_checkpoint_of_ranks_with_muon_continues_with_one_process(tmp_path: Path) -> None:
-    """Several processes no longer share Muon's matrices: they are refused, and one process continues with its bits."""
+    """Several processes can no longer share Muon's matrices, so they are refused. One process continues with the same
+    bits.
+    """
     run, fresh = unpack("muon_ranks", tmp_path), unpack("muon_ranks", tmp_path / "fresh")
     (info,) = RunInventory(run.out).entries
     assert (info.checkpoint.step, info.checkpoint.world, info.problem) == (2, 2, None)

@@ -1,4 +1,4 @@
-"""Saved work on disk is resumed, also with an outdated top file and with clocks that were set back."""
+"""A run resumes saved work even if the top file is outdated or the clock was set back."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_clock_set_back_loses_no_checkpoint(run: SavedRun, monkeypatch: pytest.M
     options = {"placement": ON_NVME, "more": NVME, "checkpoint": "save_copy = 2"}
     times = iter(f"20{year:02d}-01-01T00:00:00.000000+00:00" for year in range(99, 0, -1))
     monkeypatch.setattr(state, "now_text", lambda timespec="seconds": next(times))
-    assert run.run(steps=6, **options).exit_code == 0  # saved at 2, 4 and 6; 4 is copied, and 6 as the last
+    assert run.run(steps=6, **options).exit_code == 0  # saves steps 2, 4 and 6; copies steps 4 and 6
     final = (run.out / "final/model.safetensors").read_bytes()
     shutil.rmtree(run.out / "final")
     shutil.rmtree(run.out / "copies/snap/00000003")

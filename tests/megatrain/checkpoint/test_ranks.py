@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: shards of real stores, which one document makes a checkpoint."""
+"""Checkpoints of several ranks: generations of real stores, combined into a checkpoint by one document."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from megatrain.ranks.world import rank_folder_name, store_paths
 from tiered import GenerationReader, NvmeTier, RamTier, TieredStore, list_generations
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
 
-#: Elements of whole blocks: less than a shard of one rank, several shards, and one that no number of ranks divides.
+#: Elements of each unsharded block: less than one shard, several shards, or not divisible by any number of ranks.
 SIZES = {"norm/weight": 1024, "layer/weight": 5 * 65_536 + 3072, "layer/m": 65_536, "layer/v": 2 * 65_536}
 PATIENCE_S = 20.0
 
 
 class Gatherer:
-    """Lets threads, as ranks, exchange objects."""
+    """Exchange of objects between threads that act as ranks."""
 
     def __init__(self, size: int) -> None:
         self._items: list[object] = [None] * size
@@ -57,7 +57,7 @@ def contents(key: str, step: int) -> torch.Tensor:
 
 @contextmanager
 def rank_store(folder: Path, rank: int, size: int) -> Iterator[TieredStore]:
-    """A rank's store with its shards: every other block on its drive, the others in RAM."""
+    """Open a rank's store with its shards. The blocks are alternately in RAM and on the rank's drive."""
     name = store_paths(size)[rank]
     tiers = [RamTier(32 << 20), NvmeTier([str(folder / "drive" / name)], 64 << 20)]
     with TieredStore(tiers, path=str(folder / "checkpoints" / name), overwrite=True) as store:
@@ -85,7 +85,7 @@ def saves_of(
 
 
 def write(folder: Path, size: int, steps: Sequence[int]) -> list[Checkpoint]:
-    """Save steps with ``size`` ranks, each a thread; return the document's checkpoints."""
+    """Save the steps with ``size`` threads as ranks. Return the checkpoints that the document lists."""
     gatherer, problems = Gatherer(size), []
 
     def run(rank: int) -> None:
@@ -120,7 +120,7 @@ def assert_is(checkpoint: Checkpoint) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Checkpoints of worlds of 1, 2 and 3 ranks, of step 7."""
+    """Save step 7 with 1, 2 and 3 ranks. Return the folder for each number of ranks."""
     folders = {size: tmp_path_factory.mktemp(f"world{size}") for size in (1, 2, 3)}
     for size, folder in folders.items():
         write(folder, size, [7])
@@ -130,7 +130,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], data: st.DataObject) -> None:
-    """Each rank of a new world reads its ranges from the old shards and gets the values of the whole block."""
+    """A rank in a run with another number of ranks reads its range of a block correctly from the old shards."""
     folder = written[data.draw(st.sampled_from([1, 2, 3]))]
     (checkpoint,) = read_checkpoints(folder / "checkpoints")
     reader, key = CheckpointReader(checkpoint), data.draw(st.sampled_from(list(SIZES)))
@@ -157,7 +157,7 @@ def test_document_limits_the_checkpoints_that_stores_keep(tmp_path: Path) -> Non
 
 
 def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: Path) -> None:
-    """``RANKS.json`` is missing in a copy of a live run: its generations are no checkpoints, and stay for a while."""
+    """A copy of a live run may lack ``RANKS.json``. Its generations are then no checkpoints, but stay for a while."""
     write(tmp_path, 2, [1, 2])
     folder = tmp_path / "checkpoints"
     (folder / "RANKS.json").unlink()
@@ -187,13 +187,15 @@ def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: 
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    # The first commit leaves them; the second one, which follows a checkpoint of this run, removes them.
+    # The first commit leaves the old generations. The second commit, after this run's first checkpoint, removes them.
     assert seen[0] == seen[1] == [[1, 2, 3], [3, 4], [4, 5]]
     assert [each.meta["step"] for each in read_checkpoints(folder)] == [6, 7] and folder_notices(folder) == []
 
 
 def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:
-    """Only one rank has the next generation: the document is unchanged, and the next start resumes its checkpoint."""
+    """If only one rank has committed the next generation, the document stays, and the next start resumes its
+    checkpoint.
+    """
     (before,) = write(tmp_path, 2, [1])
     with rank_store(tmp_path, 0, 2) as store:
         store.load(before.ranks[0].generation)
@@ -222,15 +224,17 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
     assert [each.meta["step"] for each in known] == [1, 3]
     for each in known:
         assert_is(each)
-    # The abandoned future is gone.
+    # The abandoned generations are gone.
     assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
 
 
 def test_first_save_drops_unloadable_checkpoints(tmp_path: Path) -> None:
-    """The older, loadable one stays, since a crash in the save would leave none. All ranks share one space and stop."""
+    """The older, loadable checkpoint stays, because a crash in the save would otherwise leave none.
+    All ranks agree on the free space and on the stop.
+    """
     one, two = write(tmp_path, 2, [1, 2])
     gatherer, found, files = Gatherer(2), {}, []
-    for each in two.ranks:  # a copy of the checkpoint on the same file system has links to files of it
+    for each in two.ranks:  # a copy of the checkpoint on the same file system may link to its files
         numbered = sorted((tmp_path / "checkpoints" / each.path / "snap" / f"{each.generation:08d}").rglob("c/*"))
         os.link(numbered[0], tmp_path / f"copy of {each.path}")
         files += [os.open(path, os.O_RDONLY) for path in numbered]
@@ -338,7 +342,7 @@ def test_a_document_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
 
 
 def gather_by_files(folder: Path, rank: int, size: int) -> Callable[[object], list[Any]]:
-    """Exchange objects between processes; a process ends when another is silent."""
+    """Return a function that exchanges objects between processes. A process exits if another one stays silent."""
     turn = iter(range(1 << 30))
 
     def gather(item: object) -> list[Any]:
@@ -380,7 +384,8 @@ def _rank_process(folder: Path, meeting: Path, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int, tmp_path: Path) -> None:
-    """After each kill the document names generations that are whole on all ranks, and nothing acknowledged is lost."""
+    """After each kill, the document names generations that are complete on all ranks, and no acknowledged step is lost.
+    """
     chance, size = random.Random(3), 2
     newest = 0
     for number in range(num_kills):
@@ -396,7 +401,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
                     os._exit(4)
             children.append(child)
         acknowledged = tmp_path / "acknowledged"
-        if number % 2:  # otherwise any instant after the start of the processes
+        if number % 2:  # wait for a new checkpoint; otherwise, kill at any instant
             deadline = time.monotonic() + PATIENCE_S
             before = acknowledged.stat().st_mtime_ns if acknowledged.exists() else 0
             while not acknowledged.exists() or acknowledged.stat().st_mtime_ns == before:
@@ -405,7 +410,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
         time.sleep(chance.uniform(0.0, 0.4))
         victim = children[number // 2 % size]
         os.kill(victim, signal.SIGKILL)
-        time.sleep(chance.uniform(0.0, 0.1))  # the other rank's work must not make a checkpoint of halves
+        time.sleep(chance.uniform(0.0, 0.1))  # meanwhile, the other rank must not save half a checkpoint
         for child in children:
             if child != victim:
                 os.kill(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Checkpoints that leave the machine, against a real S3 server on the loopback address."""
+"""Copies of checkpoints at a URL, tested with a real S3 server on the loopback address."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def server() -> Iterator[S3]:
 
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """The server, empty; runs save every three steps, because each request takes milliseconds."""
+    """Yield an empty server. Runs save every three steps, because each request takes milliseconds."""
     monkeypatch.setattr(saved_run, "CONFIG", saved_run.CONFIG.replace("save_steps = 2", "save_steps = 3"))
     yield server
     server.line.restore()
@@ -97,8 +97,8 @@ def be_an_empty_machine(run: SavedRun) -> None:
 
 
 def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3: S3) -> None:
-    """The run is killed halfway through its second copy; an empty machine resumes the first, to the bit."""
-    s3.line.stall_after = 2_400_000  # of one copy: 1.6 MB and headers
+    """A run is killed during its second upload. An empty machine resumes from the first copy, with the same bits."""
+    s3.line.stall_after = 2_400_000  # one copy has 1.6 MB, plus headers
     process = run.start(**to_s3(**ON_DRIVE))
     try:
         assert s3.line.stalled.wait(60), "the second upload did not begin"
@@ -112,7 +112,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     assert half and not s3.files().exists(f"{half[0]}/CHECKPOINT.json"), "the cut came in the middle of a copy"
 
     be_an_empty_machine(run)
-    result = run.run(**to_s3())  # there is no drive
+    result = run.run(**to_s3())  # this machine has no drive
     assert result.exit_code == 0, result.output
     assert "downloading the checkpoint of step 3 from 's3://bucket/run'" in result.output
     assert "continuing after step 3 of 6" in result.output
@@ -123,7 +123,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
 
 
 def test_url_holds_a_complete_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) -> None:
-    """Any tool that copies the objects to a drive makes a folder that the reader of generations verifies."""
+    """Any tool can download the objects into a folder, and the reader of generations can verify this folder."""
     result = run.run(**to_s3(**ON_DRIVE))
     assert result.exit_code == 0, result.output
     assert steps_at_url() == [6, 3] and result.output.count("copied checkpoint at step") == 2
@@ -161,7 +161,7 @@ def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeyp
 
 @pytest.mark.slow
 def test_outdated_machine_resumes_from_the_url(run: SavedRun, s3: S3) -> None:
-    """Another machine got further: the local checkpoint is older, and of the same run."""
+    """Another machine got further with the same run, so the local checkpoint is older than the copy."""
     assert run.run(steps=2, **to_s3()).exit_code == 0
     other = run.copy(run.folder.parent / "other")
     for each, steps in ((other, 4), (run, 6)):
@@ -177,7 +177,7 @@ def test_outdated_machine_resumes_from_the_url(run: SavedRun, s3: S3) -> None:
 def test_checkpoint_is_pruned_only_after_its_copy_is_committed(
     run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One checkpoint is kept, and each of six still exists when its copy is committed."""
+    """The run keeps one checkpoint, but each of the six checkpoints still exists when its copy is committed."""
     seen: list[tuple[int, bool]] = []
     commit = RemoteFolder.commit
 

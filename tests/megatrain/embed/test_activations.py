@@ -1,4 +1,6 @@
-"""Saved tensors in a store: the same bits as plain PyTorch, whatever is saved, within the promised memory."""
+"""``offload_activations``: gradients are bit-identical to plain PyTorch's for any saved tensors, within the memory
+limits.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def gradients(parameters: list[Tensor], step: Step, context: offload_activations
 
 
 def saved_storages(step: Step, stays: Iterable[Tensor]) -> list[int]:
-    """Return the bytes of each storage that a step of plain PyTorch saves, without tensors that stay in place."""
+    """Return the size in bytes of each storage that plain PyTorch saves for the backward, except the storages of
+    ``stays``.
+    """
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 
 class Attention(nn.Module):
-    """Heads that are views of one projection."""
+    """Attention whose q, k and v are views of one projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A fused LSTM, and one cell by hand: a view of the input for every step."""
+    """A fused LSTM, followed by a GRU cell in a loop. Each call of the cell gets a view of the LSTM's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,9 +154,10 @@ def test_gradients_match_plain_pytorch_bitwise(store: TieredStore, name: str, kn
     assert_same_bits(gradients(parameters, step, activations), expected)
     stats = activations.stats()
     assert stats.no_room_bytes == 0
-    # An LSTM saves storages of 2 KiB, frees them, and saves the same again.
+    # The LSTM may save a 2 KiB storage, free it, and save the same values again.
     assert stats.offloaded_bytes == saved or (name == "recurrent" and 0 <= stats.offloaded_bytes - saved <= 2 * KiB)
-    # The input, and buffers of an unknown model, are in memory when the backward needs them.
+    # The input is still in memory in the backward, and so are the buffers of a model that the context does not know.
+    # These tensors need not be read back.
     alive = {"mlp": 128 * 64, "attention": 2 * 64 * 64}.get(name, 0)
     if not knows_model:
         alive += sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
@@ -174,7 +179,8 @@ def test_language_model_gradients_match_bitwise(store: TieredStore, tmp_path: Pa
     for _ in range(2):
         assert_same_bits(gradients(parameters, step, activations), expected)
     stats = activations.stats()
-    # q, k and v save the same input, and so do gate and up: two steps of four layers share three copies each, or more.
+    # q, k and v save the same input, and so do gate and up. In two steps, each of four layers avoids at least three
+    # copies.
     hidden_bytes = tokens.numel() * model.config.hidden_size * 4
     assert 2 * 4 * 3 * hidden_bytes <= stats.deduplicated_bytes < 2 * 4 * 10 * hidden_bytes
     assert stats.no_room_bytes == 0 and stats.in_use_bytes == 0
@@ -186,7 +192,7 @@ def test_language_model_gradients_match_bitwise(store: TieredStore, tmp_path: Pa
 
 
 class Saved(torch.autograd.Function):
-    """Saves tensors; ``saved`` returns what the backward would get."""
+    """Autograd function that saves tensors. The function ``saved`` returns what the backward would get."""
 
     @staticmethod
     def forward(ctx, x: Tensor, *tensors: Tensor) -> Tensor:
@@ -229,7 +235,7 @@ def test_every_dtype_comes_back_bit_for_bit(store: TieredStore, dtype: torch.dty
     with activations:
         graph = save(tensor, tensor[2:, 1::5], tensor.t())
     stats = activations.stats()
-    # The storage once as a whole, and 6 x 3 strided elements.
+    # The whole storage is stored once. The strided view stores its own 6 x 3 elements.
     assert stats.offloaded_bytes == (8 * 12 + 6 * 3) * dtype.itemsize
     assert stats.deduplicated_bytes == 8 * 12 * dtype.itemsize
     del tensor, memory
@@ -262,7 +268,7 @@ def test_odd_tensors_pass(store: TieredStore) -> None:
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """Draw the elements of a storage, and (shape, stride, offset) of views of it."""
+    """Draw a storage's number of elements, and (shape, stride, offset) of several views of the storage."""
     num_elements = draw(st.integers(1, 3000))
     found = []
     for _ in range(draw(st.integers(1, 5))):
@@ -401,7 +407,9 @@ def test_a_storage_that_changed_is_stored_again(store: TieredStore) -> None:
 
 
 def test_memory_that_changed_behind_a_saved_tensor_is_read_back(store: TieredStore) -> None:
-    """A ``data`` tensor has a separate version counter: the change raises no error, and only the memory shows it."""
+    """A ``data`` tensor has its own version counter, so an in-place change of its base raises no error.
+    The old values are read back from the store.
+    """
     base = torch.ones(4096)
     with offload_activations(store, min_bytes=1) as activations:
         first = save(base)
@@ -504,7 +512,8 @@ def test_the_graph_keeps_no_memory_and_no_tier_more_than_it_has(tmp_path: Path) 
         tiers = store.stats().tiers
         assert 2 * x.nbytes <= tiers["ram"].high_water_bytes <= 3 * x.nbytes
         assert tiers["nvme"].high_water_bytes == 13 * x.nbytes
-        # RAM holds three, and the last ones that the forward saved are the first that the backward reads.
+        # RAM holds three tensors. The backward first reads the tensors that were saved last, so these may never be
+        # written.
         assert 10 * x.nbytes <= store.stats().links["ram->nvme"].num_bytes <= 13 * x.nbytes
 
 
@@ -571,7 +580,7 @@ def test_a_step_leaves_no_blocks_and_the_next_one_takes_its_files(store: TieredS
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
 def test_a_dead_block_makes_room_for_another_size(num_tiers: int, tmp_path: Path) -> None:
-    """Its bytes may still be on their way to the drive."""
+    """The dead block may still be on its way to the drive."""
     tiers = [RamTier(2 * MiB, pin_memory=False), NvmeTier([tmp_path], MiB)]
     with TieredStore(tiers[:num_tiers]) as store:
         activations = offload_activations(store, min_bytes=1, tier="ram" if num_tiers == 1 else None, max_bytes=MiB)

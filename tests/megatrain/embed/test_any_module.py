@@ -1,4 +1,4 @@
-"""Offloaded models of all kinds: losses, gradients and weights of plain PyTorch; the same bits with all in RAM."""
+"""Offloaded models of many kinds train like plain PyTorch, and have the same bits on a drive as in RAM."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tiered import KiB
 
 NUM_STEPS = 3
 RATE = 1e-3
-#: torch's kernels and the tiered ones round updates differently, and so do the following gradients and losses.
+#: torch's kernels round updates differently, so later gradients and losses also differ slightly.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-#: Always run: one of each kind. The others are similar.
+#: One model of each kind, which is always tested. The other models are similar, and run only in the slow tests.
 FIRST = ("Flux", "Wan", "UNet", "T5", "Whisper", "ViT", "reward", "protein")
 
 
 def make(name: str, *, dtype: torch.dtype = torch.float32, lora: bool = False) -> Any:
-    """Return a model, with adapters on its attention or without."""
+    """Return a model, optionally with LoRA adapters on its attention."""
     case = CASES[name]
     pytest.importorskip(case.needs)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def backward(case: Case, model: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, Any]]:
-    """Return the loss, and every gradient by name, after a forward and a backward."""
+    """Run a forward and a backward. Return the loss, and all gradients by name."""
     inputs = {
         key: one.to(dtype) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
         for key, one in case.inputs().items()
@@ -160,7 +160,7 @@ def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) 
 
     whole = make("Wan")
     whole.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
-    with accelerate.init_empty_weights():  # parameters only: buffers that no file has are made
+    with accelerate.init_empty_weights():  # only parameters are left out; buffers, which are in no file, get their values
         model = diffusers.WanTransformer3DModel.from_config(
             diffusers.WanTransformer3DModel.load_config(tmp_path / "whole")
         )

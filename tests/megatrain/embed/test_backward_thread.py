@@ -1,4 +1,4 @@
-"""The backward in another thread than the forward, as autograd runs a device's backward: the same bits."""
+"""A backward in a different thread than the forward has the same bits. Autograd runs a device's backward this way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks, each with its state in separate folders: the result equals one process with both halves."""
+"""Two data-parallel ranks with separate state folders match one process that trains on both halves of each batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loss_of(module: Any, step: int, rank: int) -> Tensor:
 
 
 def optimizer_of(module: nn.Module, store: TieredStore) -> Any:
-    """Return the optimizer of every run."""
+    """Return the optimizer that every run uses."""
     return megatrain.TieredAdamW(module.parameters(), lr=1e-2, store=store, max_grad_norm=0.3)
 
 
@@ -56,7 +56,7 @@ def refusals(store: TieredStore) -> list[str]:
 
 
 def train(world: World, folder: Path) -> dict[str, Any]:
-    """Train 4 steps, save after 2, and load the save into a second store of the rank."""
+    """Train four steps and save after two. Load the saved state into a second store, and repeat the last two steps."""
     rank, results = world.rank, dict[str, Any](norms=[])
     with megatrain.open_store(ram="8MiB", nvme=folder / "store", nvme_size="16MiB") as store:
         results["path"] = store.path

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer over an offloaded model: the same answers and the same updates."""
+"""With an offloaded model, TRL's GRPOTrainer writes the same completions and matches the plain trainer's updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def vowels(completions: list[str], **rest: object) -> list[float]:
 
 
 def train(folder: Path, *, offloaded: bool) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Return what the trainer logged of each step, and the weights."""
+    """Train, and return the trainer's log entries and the final weights."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -69,13 +69,13 @@ def train(folder: Path, *, offloaded: bool) -> tuple[list[dict[str, Any]], dict[
     return trainer.state.log_history, saved.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.filterwarnings("ignore")  # TRL's own warnings
 def test_writes_and_learns_the_same(tmp_path: Path) -> None:
     told, weights = train(tmp_path / "offloaded", offloaded=True)
     wanted, others = train(tmp_path / "plain", offloaded=False)
     for ours, theirs in zip(told[:NUM_STEPS], wanted[:NUM_STEPS], strict=True):
         for name in ("reward", "completions/mean_length", "num_tokens"):
-            assert ours[name] == theirs[name], name  # the very same answers
+            assert ours[name] == theirs[name], name  # the completions are identical
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     assert any(line["reward"] > 0 for line in told[:NUM_STEPS])

@@ -27,13 +27,13 @@ Stores = Callable[..., TieredStore]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model folder."""
+    """Write a tiny model, and return its folder."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[Stores]:
-    """Return a function that opens a store; it closes the previous one, as the end of a process does."""
+    """Yield a function that opens a store. It first closes the previous store, as the end of a process would."""
     opened: list[TieredStore] = []
 
     def make(**options: Any) -> TieredStore:
@@ -107,7 +107,7 @@ def test_tiered_or_only_its_optimizer_give_the_same_as_each_other_and_as_plain(
     tiered = train(model, arguments(tmp_path / "b", gradient_accumulation_steps=1))
     assert losses(tiered) == found[0]
     assert all(torch.equal(value, found[1][name]) for name, value in weights(tiered.model).items())
-    if dtype == torch.float32:  # in bf16 torch's AdamW has no master, and loses most of the update
+    if dtype == torch.float32:  # in bf16, torch's AdamW has no fp32 master, so it loses most of each update
         for ours, theirs in zip(losses(tiered), losses(plain), strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5)
 
@@ -172,7 +172,7 @@ def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
 
 
 def test_adapters_of_peft_with_sft_trainer(folder: Path, tmp_path: Path, stores: Stores) -> None:
-    """``peft_config`` with a store matches the plain trainer, and so do adapters made beforehand."""
+    """Both ``peft_config`` with a store and adapters created beforehand match the plain trainer."""
     from datasets import Dataset
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoTokenizer

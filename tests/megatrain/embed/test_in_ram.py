@@ -1,4 +1,4 @@
-"""Updates of ordinary parameters with state in RAM: the bits of updates that fetch it, and no stale addresses."""
+"""Updates with state in RAM are bit-identical to updates that fetch the state, and never use stale addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ KINDS = {
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Return parameters of several shapes, one transposed in memory, one larger than a range of the kernels."""
+    """Return parameters of several shapes. One is transposed in memory, and one is larger than a kernel's range of
+    elements.
+    """
     torch.manual_seed(0)
     shapes = [(7,), (33, 5), (3, 4, 5), (1100, 1000)]
     made = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
@@ -61,7 +63,7 @@ def test_updates_in_ram_match_fetched_updates_bitwise(kind: str, dtype: torch.dt
 
 @pytest.mark.parametrize(("state_dtype", "rounding"), [("int8", 2**-4), ("bfloat16", 2**-7)])
 def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: float, tmp_path: Path) -> None:
-    """An offloaded module gives the bits of ordinary parameters, because each element is identified by its number."""
+    """Moments in int8 or bf16 match torch's within rounding, and can be exchanged with torch's optimizer."""
     module, plain = nn.Linear(70, 30), nn.Linear(70, 30)
     plain.load_state_dict(module.state_dict())
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)

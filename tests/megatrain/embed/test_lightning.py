@@ -1,4 +1,4 @@
-"""TierStrategy in Lightning's trainer: the same numbers as Lightning's strategy, with no silent omissions."""
+"""TierStrategy matches Lightning's own strategy, and refuses what it does not support."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 from megatrain import lightning as tier_lightning  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # for the trainer: few workers, no logger, existing folders
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # about few workers, no logger, existing folders
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
@@ -34,7 +34,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Net(lightning.LightningModule):
-    """Layers, one of them frozen, and a parameter of the module itself."""
+    """Module with four layers, one of them frozen, and a parameter of its own."""
 
     def __init__(self, make: Make | None = None, width: int = 32) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Net(lightning.LightningModule):
 
 
 class NormNet(Net):
-    """Keeps the norms of the gradients before they are clipped."""
+    """Module that records the gradient norm before each clipping."""
 
     def __init__(self, make: Make | None = None) -> None:
         super().__init__(make)
@@ -84,7 +84,7 @@ class NormNet(Net):
 
 
 class ManualNet(Net):
-    """Calls the optimizer itself, and clips every other time."""
+    """Module that calls the optimizer itself, and clips gradients in every other batch."""
 
     def __init__(self, make: Make | None = None) -> None:
         super().__init__(make)
@@ -128,7 +128,7 @@ def small_store(folder: Path, **options: Any) -> TieredStore:
 
 
 def trainer(folder: Path, store: TieredStore | None, **options: Any) -> Any:
-    """Return a quiet trainer of two epochs of six batches; without a store it uses Lightning's strategy."""
+    """Return a quiet trainer for two epochs of six batches. Without a store, it uses Lightning's default strategy."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": False, **quiet, **options}
     if store is not None:
@@ -334,7 +334,7 @@ def test_offloaded_modules_keep_their_store(store: TieredStore, tmp_path: Path) 
 
 
 def test_modules_that_the_user_leaves_stay_in_memory(store: TieredStore, tmp_path: Path) -> None:
-    """Names from the option `leave` are kept, in addition to the parameter of the module itself."""
+    """Parameters named in the option `leave` stay in memory, and so does the module's own parameter."""
     model = net()
     strategy = tier_lightning.TierStrategy(store, leave=["layers.3.*"])
     trainer(tmp_path, None, strategy=strategy, max_epochs=1).fit(model, data())

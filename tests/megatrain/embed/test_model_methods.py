@@ -1,4 +1,4 @@
-"""Accesses to an offloaded module outside of its forward: a correct answer, or a refusal with a remedy."""
+"""Use of an offloaded module outside of its forward works correctly, or is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
 
     module = nn.Sequential(Changes(8, 8), nn.Linear(8, 8))
     megatrain.offload(module, store, weights=home)
-    try:  # also while another error is handled
+    try:  # also while another exception is being handled
         raise OSError
     except OSError:
         with pytest.raises(WeightInUseError, match=r"0\.weight was changed.*writable=True"):
@@ -187,7 +187,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
 
 
 def test_changed_weights_are_kept_despite_another_error(store: TieredStore) -> None:
-    """The change is saved with the next generation, and the low half of the masters is dropped."""
+    """The next save makes a new generation, and the low half of the changed weight's master is zero."""
     _, module = pair_of(lambda: make().bfloat16())
     megatrain.offload(module, store)
     optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-3)
@@ -222,7 +222,7 @@ def test_a_view_that_outlives_its_weights_is_refused(store: TieredStore) -> None
 
 
 def test_weights_that_are_handed_out_of_a_module(home: str, store: TieredStore) -> None:
-    """A module returns a parameter or a view of one: correct, or refused."""
+    """A module that returns a parameter, or a view of a parameter, works correctly or is refused."""
 
     class Positions(nn.Module):
         def __init__(self, whole: bool) -> None:
@@ -273,7 +273,7 @@ def test_state_dict(home: str, store: TieredStore, tmp_path: Path) -> None:
     state = module.state_dict()
     assert state["0.head.weight"] is state["0.embed.weight"]
     assert not any(isinstance(one, nn.Parameter) for one in state.values())
-    state["0.head.weight"].zero_()  # a copy for the caller; it differs from the next one
+    state["0.head.weight"].zero_()  # the state dict is the caller's copy, so this does not change the module
     assert_same_weights(plain, module)
     variables = module.state_dict(keep_vars=True)
     assert variables["0.head.weight"] is module[0].embed.weight

@@ -1,4 +1,4 @@
-"""`TieredMuon` against torch's Muon and AdamW: the same weights, interchangeable state, and refusals."""
+"""`TieredMuon` matches torch's Muon and AdamW, exchanges state with them, and refuses invalid settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tiered(module: nn.Module, **options: Any) -> megatrain.TieredMuon:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """Compare within bf16 rounding of a small step: Muon iterates matrices in bf16, and torch transposes others."""
+    """Let matrices differ by bf16 rounding: Muon iterates in bf16, and torch transposes different matrices."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-4 if expected.ndim == 2 else 1e-6)
 
 
@@ -124,7 +124,7 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=text):
                 megatrain.TieredMuon(params, store=store, name=str(number), **options)
         assert not list(store.blocks()) and store.stats().tiers["ram"].used_bytes == 0
-        # The workspace of the iteration is taken from the store, and returned.
+        # Muon takes workspace for its iteration from the store, and returns it on release.
         optimizer = megatrain.TieredMuon([module[0].weight], store=store)
         taken = store.stats().tiers["ram"].used_bytes
         assert 0 < taken - sum(spec.nbytes for spec in store.blocks()) < 4096, "of a matrix of 16 rows"

@@ -1,4 +1,4 @@
-"""``named_tensors`` and ``release``: weights for another program, and GPU memory for it between steps."""
+"""``named_tensors`` gives the weights to another program, and ``release`` frees GPU memory for it between steps."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_named_tensors_yield_the_last_update(weights: str, dtype: torch.dtype, t
         twin = megatrain.TieredAdamW(plain.parameters(), lr=1e-2, store=store)
         optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-2)
         step(plain, twin)
-        step(model, optimizer)  # its updates wait for the layers' next use
+        step(model, optimizer)  # each layer's update waits for the layer's next use
         found = dict(megatrain.named_tensors(model))
-        assert_same(found, {name: p.detach() for name, p in plain.named_parameters()})  # a tied weight once
+        assert_same(found, {name: p.detach() for name, p in plain.named_parameters()})  # a tied weight occurs once
         step(model, optimizer)
         assert_same(
             found, {name: p.detach() for name, p in plain.named_parameters()}
-        )  # copies: a later step does not change them
+        )  # they are copies, so a later step does not change them
 
 
 def test_yielded_tensors_hold_no_leases(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Offloaded modules of every kind: outputs, gradients and weights of plain modules, bit by bit."""
+"""Offloaded modules have the same outputs, gradients and weights as plain modules, bit for bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_outputs_gradients_and_weights_match_a_plain_module(name: str, homes: st
 @pytest.mark.parametrize("name", ["encoder", "tied", "checkpoint", "rooted"])
 @pytest.mark.parametrize("homes", list(HOMES))
 def test_bf16(name: str, homes: str, tmp_path: Path) -> None:
-    """One micro-batch: the bits of plain bf16. Several: the store sums in fp32, plain bf16 does not."""
+    """With one micro-batch per step, results are bit-identical to plain bf16. The next test uses several micro-batches.
+    """
     plain, module = pair_of(lambda: ZOO[name]().bfloat16())
     with small_store(tmp_path) as store:
         megatrain.offload(module, store, **HOMES[homes])
@@ -117,7 +118,7 @@ def test_autocast(name: str, tmp_path: Path) -> None:
 
 
 def test_any_ram_size_works_or_is_refused_at_once(tmp_path: Path) -> None:
-    """It never fails in the middle of a step."""
+    """A store that is too small is refused before the first step, never in the middle of a step."""
     size, refused, worked = 16 << 10, 0, 0
     while worked < 3:
         _, module = pair_of(lambda: Tied(reads_directly=True))
@@ -244,7 +245,9 @@ def test_training_continues_after_an_error(where: str, tmp_path: Path) -> None:
 
 
 def test_a_graph_that_is_out_of_date_is_refused(tmp_path: Path) -> None:
-    """Plain torch detects it by the version of the weights, which hooks on saved tensors hide."""
+    """Plain torch detects the update from the version counters of the weights. Hooks on saved tensors hide these
+    counters.
+    """
     _, module = pair_of(ZOO["sequential"])
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)

@@ -1,4 +1,4 @@
-"""Tiny models of many Hugging Face families, tiered: gradients and weights of plain models, bit by bit."""
+"""Offloaded tiny models of many Hugging Face families match plain models bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make(family: str) -> nn.Module:
 
 
 def _recompute(model: nn.Module) -> None:
-    """Recompute layers in the backward; the option's name depends on the version of transformers."""
+    """Enable recompute of layers in the backward. The method's name depends on the version of transformers."""
     if getattr(model, "supports_gradient_checkpointing", False):
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 

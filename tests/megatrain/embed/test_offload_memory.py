@@ -1,4 +1,4 @@
-"""The memory of plain parameters is really freed, and loading never has a whole model in memory."""
+"""Offloading frees the memory of the plain parameters, and loading never holds a whole model in memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_memory_of_a_process(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "memory.json").read_text())
     model, unit = found["model"], memory_of_tiering.UNIT_BYTES
     assert model > 60 * MIB, found
-    slack = 10 * MIB  # of the interpreter and of torch
-    assert found["tier in ram"] < unit + slack, found  # in addition to the model, which exists before
+    slack = 10 * MIB  # for the interpreter and torch
+    assert found["tier in ram"] < unit + slack, found  # on top of the model, which is already in memory
     assert abs(found["tier in ram, after"]) < slack, found
     assert found["tier in nvme"] < 2 * unit + slack, found
     assert found["tier in nvme, after"] < -model + 3 * unit + slack, found

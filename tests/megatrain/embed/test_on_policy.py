@@ -1,4 +1,4 @@
-"""Distillation on the student's samples, with TRL: the student is offloaded, its teacher read from a folder."""
+"""On-policy distillation with TRL: the student is offloaded, and the teacher is loaded from a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oracles.embedded import assert_same_gradients, pair_of, small_store
 from oracles.tiered_run import QUICKSTART
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own warnings
 NUM_STEPS = 2
 
 
@@ -37,7 +37,7 @@ def trainer_of(kind: str) -> tuple[type, type, dict[str, Any]]:
 
 
 def train(kind: str, student: Any, teacher: Any, folder: Path, offloads: bool) -> list[dict[str, float]]:
-    """Return what the trainer logged."""
+    """Train, and return the trainer's log entry of each step."""
     from datasets import Dataset
 
     trainer_class, config_class, options = trainer_of(kind)
@@ -99,7 +99,7 @@ def test_losses_and_weights_match_the_plain_trainer(kind: str, where: str, tmp_p
 
 
 class Pair(nn.Module):
-    """Evaluates its numbers with the weights of another module, outside of that module's forward."""
+    """Module that uses the weights of another module, outside of that module's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,12 +118,12 @@ def test_a_forward_may_use_the_weights_of_another_module(tmp_path: Path) -> None
         megatrain.offload(model, store, weights="nvme", gradients="nvme")
         megatrain.offload(head, store, name="head", weights="nvme")
         with pytest.raises(AbsentWeightError):
-            torch.relu(head.weight)  # no forward runs
+            torch.relu(head.weight)  # outside of any forward
         outputs = [one(x) for one in (plain, model)]
         for output in outputs:
             output.sum().backward()
         assert torch.equal(*outputs)
         assert_same_gradients(plain, model)
         with pytest.raises(AbsentWeightError):
-            torch.relu(head.weight)  # left again
+            torch.relu(head.weight)  # the forward has ended
         assert not any(block.held is not None for block in offloaded_module(head).blocks)  # type: ignore[union-attr]

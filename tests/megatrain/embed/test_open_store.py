@@ -1,4 +1,4 @@
-"""Opening a store in one call, and the refusals."""
+"""``open_store`` opens a store in one call, and refuses invalid options."""
 
 from __future__ import annotations
 

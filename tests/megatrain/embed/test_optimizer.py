@@ -1,4 +1,4 @@
-"""The optimizers in a custom loop: the same bits at every placement, schedulers, groups, refusals."""
+"""Optimizers in a custom training loop: bit-identical for every placement, with schedulers and parameter groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def muon(params: Any, **options: Any) -> megatrain.TieredMuon:
-    """Return Muon for matrices and AdamW for the other parameters of the same layers."""
+    """Return an optimizer that uses Muon for matrices and AdamW for all other parameters."""
     own = list(params)
     groups = [
         {"params": [p for p in own if p.ndim == 2]},
@@ -55,7 +55,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def train(
     kind: str, place: dict[str, Any], folder: Path, dtype: torch.dtype, micro: int, max_grad_norm: float
 ) -> tuple[dict[str, Tensor], list[float | None]]:
-    """Return weights and norms after 5 steps."""
+    """Train 5 steps. Return the final weights, and the gradient norm of each step."""
     module, _ = pair_of(lambda: make().to(dtype))
     options = {name: value for name, value in place.items() if name != "tier"}
     norms = []
@@ -126,7 +126,7 @@ def test_small_parameters_share_a_kernel_call(tmp_path: Path) -> None:
 
 
 def test_bf16_with_several_micro_batches(tmp_path: Path) -> None:
-    """Plain bf16 sums in bf16; gradients that leave are summed in fp32: the results are within 2**-7 of each other."""
+    """Plain gradients are summed in bf16, offloaded gradients in fp32. The weights differ by at most 2**-7."""
     names = ["plain", "plain, gradients leave", "tiered", "tiered, all on a drive"]
     found = [train("sgd", PLACES[name], tmp_path / name, torch.bfloat16, 3, 0.5) for name in names]
     for weights, norms in found[2:]:
@@ -146,7 +146,7 @@ def torch_twin(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
 def test_results_match_torch(kind: str, tmp_path: Path) -> None:
-    """Within a relative 1e-5 of torch's weights after 20 steps in fp32."""
+    """After 20 steps in fp32, the weights are within a relative 1e-5 of torch's."""
     plain, module = pair_of(make)
     other = torch_twin(kind, plain.parameters())
     with small_store(tmp_path) as store:
@@ -201,7 +201,7 @@ def test_averages_of_other_optimizers(case: str, tmp_path: Path) -> None:
 def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """The averages have the bits of updates of one group after the other."""
+    """The averages are bit-identical to averages that are updated one group at a time."""
 
     def train(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         module, _ = pair_of(lambda: make().to(dtype))
@@ -225,7 +225,9 @@ def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
 
 
 def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Check averages that replace the weights temporarily, and are saved, loaded, or started without a saved state."""
+    """Compare averages with torch's ``AveragedModel``. Also check that they can be used as weights, and saved and
+    loaded.
+    """
     options = dict(PLACES[place])
     tier = options.pop("tier", None)
 
@@ -250,13 +252,13 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
         twin = make().float()
         twin.load_state_dict(module.state_dict())
         oracle = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-        oracle.update_parameters(twin)  # torch's average starts as the weights of its first call
+        oracle.update_parameters(twin)  # torch's average starts with the weights of the first call
         with optimizer.averaged_parameters():  # before any step the averages are the weights
             assert_equal(weights_of(module), weights_of(without))
         for x in xs[:4]:
             step(module, optimizer, x)
             step(without, other, x)
-            # A run in bf16 averages its fp32 masters, which exist nowhere else.
+            # The averages are of the fp32 masters, also for bf16 weights, so torch's average gets the masters too.
             twin.load_state_dict(masters_of(module, optimizer))
             oracle.update_parameters(twin)
             with optimizer.averaged_parameters():
@@ -291,7 +293,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             step(resumed, again, x)
         with again.averaged_parameters(), optimizer.averaged_parameters():
             assert_equal(weights_of(resumed), weights_of(module))
-        if kind == "adamw":  # the state of an optimizer without averages: they start there
+        if kind == "adamw":  # if the loaded state has no averages, they start as the weights
             resumed, again, _ = build("begun", seed=9, ema_decay=0.8)
             resumed.load_state_dict(weights)
             again.load_state_dict(other.full_state_dict())
@@ -310,7 +312,7 @@ def run_backward_free(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def masters_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return the fp32 masters, which are the weights or have the weights as high halves."""
+    """Return the fp32 masters: the weights themselves, or bf16 weights combined with their low halves."""
     masters = {name: numbers.float() for name, numbers in module.state_dict().items()}
     optimizer.finish_updates()
     for name, parameter in module.named_parameters():
@@ -387,7 +389,7 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
 def test_cleared_gradients_are_not_used(max_grad_norm: float, tmp_path: Path) -> None:
-    """They are cleared one by one before a step, and all between two backwards; they were already in the store."""
+    """Gradients that were already offloaded are cleared: one gradient before a step, or all between two backwards."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         options = {"lr": 0.1, "store": store, "max_grad_norm": max_grad_norm}
@@ -408,7 +410,7 @@ def test_cleared_gradients_are_not_used(max_grad_norm: float, tmp_path: Path) ->
 
 
 class EitherWeight(nn.Module):
-    """Two weights of one block; a forward uses one of them."""
+    """Module with two weights in one block. Each forward uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +421,7 @@ class EitherWeight(nn.Module):
 
 
 def test_separate_gradients_of_one_block_are_all_used(tmp_path: Path) -> None:
-    """One weight's gradient waits on the drive without a copy in RAM when another weight's gradient arrives."""
+    """One weight's gradient is only on the drive when another weight's gradient arrives."""
     plain, module = pair_of(EitherWeight)
     with small_store(tmp_path, "256KiB") as store:
         megatrain.offload(module, store, gradients="nvme")
@@ -461,7 +463,8 @@ def test_weights_of_one_block_have_separate_rates_and_steps(
 
 
 def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
-    """This includes a gradient that is the same tensor with the same version: written through ``data``."""
+    """A change through ``data`` keeps the gradient's tensor and version counter, but the next step still measures it.
+    """
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)
@@ -474,7 +477,7 @@ def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
 
 
 def leave_ram(store: TieredStore) -> None:
-    """Evict from RAM the copies of blocks at home elsewhere, and fill the free space with NaN."""
+    """Evict from RAM every block whose home is elsewhere, and fill the store's free RAM with NaN."""
     for spec in store.blocks():
         if spec.home != "ram" and "ram" in store.where(spec.key):
             store.evict(spec.key, "ram").wait()
@@ -489,7 +492,7 @@ def leave_ram(store: TieredStore) -> None:
 
 @pytest.mark.parametrize("is_tiered", [False, True])
 def test_parameters_that_come_later_are_frozen_or_get_no_gradient(is_tiered: bool, tmp_path: Path) -> None:
-    """Each counts its own steps, as in torch."""
+    """Each parameter counts its own steps, as in torch."""
     plain, module = pair_of(lambda: nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]))
     with small_store(tmp_path) as store:
         if is_tiered:
@@ -611,4 +614,4 @@ def test_a_second_step_without_a_backward_warns(place: str, tmp_path: Path) -> N
         run_backward(module, x, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.step()  # as in torch: there is no gradient
+        optimizer.step()  # no warning, as in torch: the gradients were cleared

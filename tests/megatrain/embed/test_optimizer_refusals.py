@@ -1,4 +1,4 @@
-"""Refusals of the optimizers, and gradients that are cleared, replaced or not finite."""
+"""Optimizers refuse invalid settings and calls, and handle gradients that are cleared, replaced or not finite."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_invalid_optimizer_arguments_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"First call megatrain\.offload"):
             megatrain.offload(module, store)
         with pytest.raises(ValueError, match="name"):
-            adamw(other.parameters(), store=store)  # the first one already uses these block names
+            adamw(other.parameters(), store=store)  # the first optimizer already uses these block names
         megatrain.offload(other, store)
         adamw(other.parameters())
         with pytest.raises(ValueError, match="already has an optimizer"):
@@ -174,7 +174,7 @@ def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)
         groups = [{"params": [named.pop("1.1.weight")], "momentum": 0.0}, {"params": list(named.values())}]
-        optimizer = megatrain.TieredSGD(groups, lr=1e-2, momentum=0.9)  # of one layer, with and without momentum
+        optimizer = megatrain.TieredSGD(groups, lr=1e-2, momentum=0.9)  # the layer 1.1 is in both groups
         run_backward(module, batches(1)[0])
         optimizer.step()
         _, other = pair_of(make)
@@ -194,13 +194,13 @@ def test_constructor_without_space_raises_and_leaves_no_blocks(tmp_path: Path) -
             megatrain.TieredAdamW(module.parameters())
         assert caught.value.tier == "ram"
         assert [spec.key for spec in store.blocks()] == known
-        megatrain.TieredSGD(module.parameters(), lr=1e-2)  # it has no state
+        megatrain.TieredSGD(module.parameters(), lr=1e-2)  # SGD without momentum has no state
     other = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with megatrain.open_store(ram="1000KiB", path=tmp_path) as store:
         with pytest.raises(CapacityError, match="Increase the size of a tier"):
             megatrain.offload(other, store)
         assert not list(store.blocks())
-        other(torch.zeros(1, 256)).sum().backward()  # as it was
+        other(torch.zeros(1, 256)).sum().backward()  # the module is unchanged
 
 
 def test_state_too_large_for_the_remaining_ram_is_refused(tmp_path: Path) -> None:

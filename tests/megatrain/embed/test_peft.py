@@ -1,4 +1,4 @@
-"""peft adapters on an offloaded model: merged, removed and saved as on an ordinary one; vocabularies resized."""
+"""peft adapters of an offloaded model can be merged, removed and saved. Resizing its vocabulary is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def adapted(family: str, targets: list[str], **options: Any) -> Any:
     ("family", "targets", "options"),
     [
         ("llama", ["q_proj", "down_proj", "lm_head"], {}),
-        ("gemma2", ["v_proj"], {"use_dora": True}),  # its head is tied
+        ("gemma2", ["v_proj"], {"use_dora": True}),  # has a tied head
         ("llama", ["q_proj"], {"modules_to_save": ["lm_head"]}),
     ],
 )
@@ -61,7 +61,7 @@ def test_adapters_are_merged_in_the_store(
         ]
         for one, optimizer in zip((plain, model), optimizers, strict=True):
             one(input_ids=IDS, labels=IDS).loss.backward()
-            optimizer.step()  # the update waits for the next use: the merge
+            optimizer.step()  # the update waits until the merge, the next use of the weights
         model.merge_adapter()
         model.unmerge_adapter()
         plain.merge_adapter()
@@ -111,7 +111,7 @@ def test_another_vocabulary_comes_before_the_store(tmp_path: Path) -> None:
         for options in ({"new_num_tokens": VOCAB + 9}, {"pad_to_multiple_of": 64}):
             with pytest.raises(OffloadError, match=r"resize_token_embeddings\(\d+\) before megatrain.offload"):
                 model.resize_token_embeddings(**options)
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))  # hands it on
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))  # peft passes the call on
         with pytest.raises(OffloadError, match=r"before megatrain\.offload"):
             wrapped.resize_token_embeddings(VOCAB)
         model(input_ids=IDS, labels=IDS)

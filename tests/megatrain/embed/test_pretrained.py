@@ -1,4 +1,4 @@
-"""A Hugging Face folder straight into a store."""
+"""``load_pretrained`` loads a Hugging Face model folder directly into a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and loading by ``state_dict``: bit for bit, other sizes and folders, and refusals."""
+"""Training resumes bit for bit from ``state_dict``, also with other tier sizes and folders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build(store: TieredStore, seed: int = 0, **options: Any) -> tuple[nn.Module,
 
 
 def saved_run(folder: Path, file: Path) -> tuple[dict[str, Tensor], list[float]]:
-    """Train 3 steps, save, train 3 more; return the last weights and the losses after the save."""
+    """Train three steps, save, and train three more. Return the final weights, and the losses after the save."""
     with small_store(folder) as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 3)
@@ -85,7 +85,7 @@ def test_training_resumes_bitwise_equal(where: str, tmp_path: Path) -> None:
 
 
 def test_equal_generation_number_of_another_run_is_not_loaded(tmp_path: Path) -> None:
-    """Both stores have committed their generation 1, and nothing has changed since."""
+    """Both stores have committed a generation 1, and nothing has changed since."""
     with small_store(tmp_path / "one") as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 3)
@@ -143,7 +143,7 @@ def test_going_back_within_a_run(tmp_path: Path) -> None:
         steps(module, optimizer, 0, 2)
         state = optimizer.state_dict()
         losses = steps(module, optimizer, 2, 5)
-        run_backward(module, batch(9))  # gradients and a pending update are dropped
+        run_backward(module, batch(9))  # loading drops these gradients and the pending update
         optimizer.step()
         run_backward(module, batch(10))
         optimizer.load_state_dict(state)
@@ -151,7 +151,7 @@ def test_going_back_within_a_run(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_of_one_store_are_saved_together(tmp_path: Path) -> None:
-    """A deferred update of one optimizer is in the generation that the other commits."""
+    """A commit by one optimizer includes the deferred updates of the other."""
     results, states = [], list[Any]()
     for is_resumed in (False, True):
         with small_store(tmp_path / "store") as store:
@@ -174,7 +174,7 @@ def test_two_optimizers_of_one_store_are_saved_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_the_order_of_loading_does_not_matter(first: str, tmp_path: Path) -> None:
-    """A second load of weights does not change the low halves of their masters."""
+    """Loading the same weights again does not change the low halves of their masters."""
     with small_store(tmp_path / "one") as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 3)
@@ -193,7 +193,8 @@ def test_the_order_of_loading_does_not_matter(first: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_ordinary_parameters(offload_gradients: bool, tmp_path: Path) -> None:
-    """Their weights are in the module's ``state_dict``; the bits below bf16 in the optimizer's generation."""
+    """The module's ``state_dict`` has the bf16 weights. The optimizer's generation has the low halves of their masters.
+    """
     runs: list[Any] = []
     for is_resumed in (False, True):
         module, _ = pair_of(make)
@@ -342,7 +343,7 @@ with small_store(folder / "store") as store:
 
 
 def test_killed_between_or_in_the_middle_of_commits(tmp_path: Path) -> None:
-    """The newest complete files name generations that load, and training continues from them."""
+    """After a kill, the newest saved file names a complete generation, and training continues from it bit for bit."""
     code = _CHILD.format(tests=str(Path(__file__).parent), root=str(ROOT / "tests"), folder=str(tmp_path))
     child = warm.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with an offloaded policy; another program writes the answers, as vLLM's server does."""
+"""TRL's GRPOTrainer trains an offloaded policy, and a separate program generates completions, as vLLM's server does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oracles.tiered_run import QUICKSTART
 from tiered import GpuTier, MiB, RamTier, TieredStore
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own warnings
 
 NUM_STEPS = 2
 
@@ -38,7 +38,7 @@ def vowels(completions: list[str], **rest: object) -> list[float]:
 def train(
     folder: Path, *, offloaded: bool, lora: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], RolloutServer]:
-    """Return the trainer's log, the policy's weights by vLLM's names, and the engine."""
+    """Train. Return the trainer's log, the policy's weights (with the names that vLLM uses) and the engine."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -93,7 +93,7 @@ def test_the_engine_has_the_weights_of_each_step(lora: bool, tmp_path: Path) -> 
     wanted, others, plain_engine = train(tmp_path / "plain", offloaded=False, lora=lora)
     for ours, theirs in zip(told[:NUM_STEPS], wanted[:NUM_STEPS], strict=True):
         for name in ("reward", "completions/mean_length", "num_tokens"):
-            assert ours[name] == theirs[name], name  # written by an engine with the same weights
+            assert ours[name] == theirs[name], name  # both engines had the same weights
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     served = dict(engine.model.named_parameters())
@@ -106,7 +106,7 @@ def test_the_engine_has_the_weights_of_each_step(lora: bool, tmp_path: Path) -> 
 
 
 def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
-    class Generation:  # the used part of TRL's class, which needs vLLM in this mode
+    class Generation:  # the part of TRL's class that is used; the class itself needs vLLM in this mode
         mode, accelerator, _weight_metadata = "colocate", SimpleNamespace(device=torch.device("cpu")), None
 
         def _iter_named_params(self) -> Any: ...
@@ -115,7 +115,7 @@ def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
             return name
 
         def sync_weights(self) -> dict[str, int]:
-            before = store.tier("gpu").usage().used_bytes  # a sleeping engine takes memory for its weights here
+            before = store.tier("gpu").usage().used_bytes  # a sleeping engine would allocate its weights here
             names = [name for name, _ in self._iter_named_params()]
             assert names == [name for name, *_ in self._weight_metadata]
             return {"before": before, "meanwhile": store.tier("gpu").usage().used_bytes}

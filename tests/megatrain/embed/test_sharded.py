@@ -1,4 +1,4 @@
-"""Parameters that two ranks shard with FSDP2; each rank has a separate store for its state."""
+"""FSDP2 shards parameters over two ranks, and each rank keeps its optimizer state in its own store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import sharded_ranks
 from processes.ranks import run_on_ranks
 from processes.sharded_ranks import CASES, STEPS, Net, load_half, loss_of, make, optimizer_of, step
 
-#: Cases whose sums equal FSDP2's reduction over two ranks. Clipping adds squares in another order.
+#: Cases in which one process gets the same bits as two ranks. Clipping adds squares in another order.
 SAME_BITS_AS_ONE_PROCESS = ("fp32", "bf16")
 PAGE = 4096
 pytestmark = pytest.mark.skipif(
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two ranks leave their checkpoints."""
+    """Return the folder for the checkpoints of both ranks."""
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of each rank, by case."""
+    """Run all cases on two ranks. Return each rank's results, keyed by case."""
     return run_on_ranks(2, sharded_ranks.run_all, folder, limit_s=240.0)
 
 
 def train_alone(module: Net, optimizer: Any, case: str, steps: range) -> list[list[float]]:
-    """Return the losses of both halves of each batch, summed in one process."""
+    """Train in one process on both halves of each batch. Return the losses of each half."""
     losses: list[list[float]] = [[], []]
     for number in steps:
         for half in (0, 1):
@@ -55,7 +55,7 @@ def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) 
     for case, found in ((case, rank[case]) for case in CASES for rank in ranks):
         kinds = ["ram", "nvme", *CASES[case][3]]
         if case == "int8":
-            kinds.remove("tensors")  # encoded again: see below
+            kinds.remove("tensors")  # encoded again: see the next test
         for kind in kinds:
             assert found[kind]["losses"] == found["ram"]["losses"], (case, kind)
             assert same(found[kind]["weights"], ranks[0][case]["ram"]["weights"]), (case, kind)
@@ -78,7 +78,8 @@ def test_two_ranks_and_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
-    """Each rank's state is its shard: nearly all parameters are halved, and padded."""
+    """Compare both ranks with one process. A rank's state covers only its shard, about half of nearly every parameter.
+    """
     module = make(CASES[case][0])
     with megatrain.open_store(ram="8MiB") as store:
         optimizer = optimizer_of(module, case, store)
@@ -90,7 +91,9 @@ def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> N
                 assert same(dict(module.state_dict()), ranks[0][case]["ram"]["averages"])
     for rank, found in enumerate(each[case]["ram"] for each in ranks):
         if case == "fp32":
-            # Moments of nine parameters in pages; a matrix takes two pages alone. Rank 0 has the row of the scale.
+            # Each of nine parameters has two moments, which take whole pages. A matrix takes two pages, half a matrix
+            # one page.
+            # Only rank 0 has the single row of the scale.
             assert (alone_bytes, found["home_bytes"]["ram"]) == (26 * PAGE, (18, 16)[rank] * PAGE)
         if case in SAME_BITS_AS_ONE_PROCESS:
             assert found["losses"] == losses[rank], case
@@ -127,7 +130,7 @@ def test_one_process_resumes_from_two_ranks(folder: Path, ranks: list[dict[str, 
 
 
 def test_a_generation_is_not_taken_for_tensors() -> None:
-    """torch.distributed.checkpoint would make a step with zero gradients, and save no state."""
+    """Otherwise torch.distributed.checkpoint would run a step with zero gradients, and save no state."""
     module = nn.Linear(4, 4)
     with megatrain.open_store(ram="4MiB") as store:
         optimizer = megatrain.TieredAdamW(module.parameters(), store=store)

@@ -1,4 +1,5 @@
-"""A module shared by several ranks: the bits do not depend on their number, and differing ranks raise an error."""
+"""A module shared by ranks: results do not depend on their number, and ranks that do different things raise an error.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from processes import shared_module
 from processes.ranks import run_on_ranks
 from processes.shared_module import CASES, LANES, STEPS, loss_of, make
 
-#: Case -> bytes of weight and state per trained element, and of the weight per frozen element.
+#: By case: bytes per trained element (weight and state), and bytes per frozen element (weight).
 ELEMENT_BYTES = {"fp32": (16, 4), "bf16": (8, 2), "int8": (2 + 2 + 2 * (1 + 4 / 256), 2), "gpu": (12, 4)}
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo"
@@ -23,16 +24,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_ranks(world: int, folder: Path, cases: list[str]) -> list[dict[str, Any]]:
-    """Return the results of each rank, by case."""
+    """Run the cases on ``world`` ranks. Return each rank's results, keyed by case."""
     folder.mkdir()
     return run_on_ranks(world, shared_module.run_all, folder, cases, limit_s=240.0)
 
 
 def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) -> None:
-    """Compare each rank with one that has all lanes."""
+    """Compare each rank with a single rank that computes all lanes."""
     expected, lanes = alone[case], set()
     trained, frozen = ELEMENT_BYTES[case]
-    num_blocks = 2 * math.ceil(5 / len(ranks)) + 2  # a layer has five; the embedding and the unused part one
+    num_blocks = 2 * math.ceil(5 / len(ranks)) + 2  # five per layer; one each for the embedding and the unused part
     for found in (rank[case] for rank in ranks):
         assert found["norms"] == expected["norms"]
         assert all(expected["losses"][number] == loss for number, loss in found["losses"].items())
@@ -72,7 +73,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 def check_beside_torch(alone: dict[str, Any]) -> None:
-    """Compare with a plain loop over the mean of the lanes."""
+    """Compare with a plain torch loop that trains on the mean of the lanes' losses."""
     module = make(torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
     for step in range(STEPS):
@@ -102,7 +103,7 @@ REFUSED = {
 
 
 def check_refusals(ranks: list[dict[str, str]]) -> None:
-    """Both ranks raise the same error, even if only one has a reason."""
+    """Check that both ranks raise the same error, even if only one of them has a reason."""
     assert ranks[0] == ranks[1]
     assert ranks[0].keys() == REFUSED.keys()
     for name, expected in REFUSED.items():

@@ -61,7 +61,7 @@ def test_operation_without_a_deterministic_kernel_is_named_with_a_remedy() -> No
 
 @pytest.fixture
 def in_use() -> Iterator[None]:
-    """A GPU that has already run a product without the setting."""
+    """Provide a virtual GPU that has already run a matrix product without the setting."""
     with virtual_gpu():
         multiply()
         yield
@@ -83,7 +83,9 @@ def test_cublas_setting_exists_after_the_import() -> None:
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Return the values of the setting at each freed workspace, with a torch that parses it at each product."""
+    """Imitate a torch that parses the setting at each product. Return a list of the setting's values at each freed
+    workspace.
+    """
     monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
     found: list[str | None] = []
     clear = lambda: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))  # noqa: E731
@@ -92,7 +94,8 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | None]) -> None:
-    """Later products need not parse it again; nested contexts for deterministic kernels know that it was read."""
+    """Later products need not parse the setting again. Nested contexts for deterministic kernels know that it was read.
+    """
     megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
         with consume_cublas_setting(CUDA):
@@ -119,7 +122,7 @@ def test_cublas_setting_stays_if_products_do_not_parse_it(
 def test_cublas_setting_stays_if_torch_keeps_the_size(
     cleared: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch versions with a function to change the size parse it once."""
+    """torch versions with ``cublas_workspace_size`` parse the setting only once."""
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 1 << 25, raising=False)
     megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"), consume_cublas_setting(CUDA):
@@ -176,7 +179,9 @@ for rows, inner, columns in itertools.product((1, 2, 5, 31, 96, 577), (31, 62, 6
 
 
 def test_a_product_has_the_same_bits_with_any_number_of_threads() -> None:
-    """Ranks of one host share its cores. By default MKL's sums depend on the number of threads."""
+    """Ranks on one host share its cores, so their thread counts vary. By default, MKL's sums depend on the thread
+    count.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     environment["OMP_NUM_THREADS"] = "2"
     subprocess.run([sys.executable, "-c", _PRODUCTS_OF_ANY_NUM_THREADS], check=True, env=environment)

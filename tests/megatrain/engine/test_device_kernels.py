@@ -1,4 +1,4 @@
-"""Checks of a step's GPU kernels without a GPU: Triton's interpreter runs them, its compiler accepts them."""
+"""Tests of a step's GPU kernels without a GPU: Triton's interpreter runs the kernels, and its compiler accepts them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def forget_kernels() -> None:
-    """Remove the module also from its package, where ``from ... import`` would find it."""
+    """Remove the kernels' module from ``sys.modules`` and from its package, where ``from ... import`` would find it."""
     package, _, name = KERNELS.rpartition(".")
     sys.modules.pop(KERNELS, None)
     vars(importlib.import_module(package)).pop(name, None)
 
 
 def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import the kernels again, and once more after the test."""
+    """Import the kernels' module again. After the test, ``monkeypatch`` restores the previous import."""
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     package, _, name = KERNELS.rpartition(".")
     monkeypatch.delattr(importlib.import_module(package), name, raising=False)
@@ -44,7 +44,7 @@ def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run kernels in Triton's interpreter, on host tensors."""
-    pytest.importorskip("triton")  # before the variable is set, which would change its own functions for good
+    pytest.importorskip("triton")  # imported first, as the variable would permanently change triton's own functions
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels = import_kernels(monkeypatch)
     monkeypatch.setattr(device_kernels, "_kernels", lambda: kernels)
@@ -63,7 +63,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers of every magnitude, so that another order of a sum changes the result."""
+    """Return numbers of very different magnitudes, so that the order of a sum changes the result."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * torch.rand(*shape, generator=generator).pow(8)).to(dtype)
 
@@ -71,7 +71,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 # -- rows added to a matrix -----------------------------------------------------------------------------------------
 
 WORDS, WIDTH = 50, 12
-#: Parts that end between rows, and within them.
+#: Borders of parts: none, borders between rows, and borders within rows.
 BORDERS = [(), (17 * WIDTH, 34 * WIDTH), (100, 205, 333)]
 
 
@@ -84,7 +84,7 @@ def matrix_in_parts(borders: tuple[int, ...]) -> tuple[GradientAccumulator, list
 
 
 def sum_of(borders: tuple[int, ...], dtype: torch.dtype, ignored: int | None, index_dtype: torch.dtype) -> Tensor:
-    """Return the sum of two micro-batches, as an embedding's lookups: some rows repeat."""
+    """Return the gradient sum of two micro-batches, as for an embedding: some rows repeat."""
     sink, blocks = matrix_in_parts(borders)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def sum_of(borders: tuple[int, ...], dtype: torch.dtype, ignored: int | None, in
 
 
 def index_add(dtype: torch.dtype, ignored: int | None) -> Tensor:
-    """Return the same sum by one operator of torch, row after row."""
+    """Compute the same sum with torch's ``index_add_``, row after row."""
     total = torch.zeros(WORDS, WIDTH)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
@@ -117,7 +117,7 @@ def test_rows_added_on_the_host_have_the_bits_of_one_index_add(dtype: torch.dtyp
 
 
 class AddedRows(TorchDispatchMode):
-    """Counts the rows that `index_add_` is given."""
+    """Mode that counts the rows passed to `index_add_`."""
 
     num_rows = 0
 
@@ -151,7 +151,7 @@ def test_interpreted_kernels_add_rows_with_the_host_s_bits(
     index_dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_kernels, "_BLOCK_COLUMNS", 8)  # several programs of a row, the last one not full
+    monkeypatch.setattr(device_kernels, "_BLOCK_COLUMNS", 8)  # several kernel programs per row, the last one not full
     assert torch.equal(sum_of(borders, dtype, ignored, index_dtype), index_add(dtype, ignored))
 
 
@@ -175,7 +175,7 @@ def test_interpreted_kernels_look_rows_up_in_parts(interpreter: None, monkeypatc
     is_word = indexes < WORDS
     assert is_word.any() and not is_word.all()
     assert torch.equal(found[is_word], matrix[indexes[is_word]])
-    assert found[~is_word].isnan().all()  # which stops a step
+    assert found[~is_word].isnan().all()  # a NaN stops the step
 
 
 def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pyt
 
 
 def test_plan_counts_kernel_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a trace have no contents: nothing is launched, and Triton need not be installed."""
+    """Traced tensors have no contents, so no kernel is launched and Triton need not be installed."""
     monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():
@@ -218,7 +218,7 @@ def logits_of(dtype: torch.dtype, *, is_masked: bool) -> tuple[Tensor, Tensor]:
 def cross_entropy(
     logits: Tensor, labels: Tensor, smoothing: float, z_loss: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient of whole logits in fp64, by torch."""
+    """Return torch's loss and gradient for the whole logits, in fp64."""
     whole = logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(whole, labels, reduction="none", label_smoothing=smoothing)
     losses = losses + z_loss * whole.logsumexp(1).square()
@@ -259,7 +259,7 @@ def test_interpreted_kernels_make_loss_and_gradient(
     loss, gradient = in_parts(logits, labels, smoothing, z_loss, weights)
     expected_loss, expected = cross_entropy(logits, labels, smoothing, z_loss, weights)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
-    rounding = 2.0**-7 if dtype == torch.bfloat16 else 2e-5  # the interpreter truncates numbers, see the machine code
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 2e-5  # the interpreter truncates; the machine code rounds
     torch.testing.assert_close(gradient.double(), expected, rtol=rounding, atol=1e-7)
 
 
@@ -274,7 +274,9 @@ def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
 def test_rows_at_any_address_have_the_bits_of_aligned_ones(
     interpreter: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The part has 48 vocabulary entries, a multiple of 16 bytes, in rows of any alignment; also one at a time."""
+    """The rows have 48 entries, a multiple of 16 bytes. Unaligned rows, and rows read entry by entry, give the same
+    bits.
+    """
     logits, labels = logits_of(dtype, is_masked=False)
     labels = labels.clamp(max=47)
     aligned, anywhere = logits[:, :48].contiguous(), logits[:, :48]
@@ -297,7 +299,7 @@ def test_nan_logits_make_a_nan_loss(interpreter: None) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Records the torch operators that make tensors of the size of the logits."""
+    """Mode that records torch operators with results of at least the size of a part's logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +313,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds in a plan: tensors without contents reach no kernel, and the memory is the same as on a GPU."""
+    """A plan counts the same memory as a step on a GPU uses. Tensors without contents reach no kernel."""
     monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():
@@ -327,7 +329,7 @@ def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyP
 
 
 def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
-    """Return the code for a device of compute capability 9.0. Arguments are i32 by default."""
+    """Compile a kernel for compute capability 9.0, and return its PTX. Arguments are i32 by default."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     kernel = getattr(kernels, name)
@@ -347,7 +349,7 @@ def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> None:
-    """Each addition has one number and one row: no sums of several rows, no products, no flush to zero."""
+    """The code adds one row at a time: it has no sums of several rows, no products, no atomics and no flush to zero."""
     types = {"target": "*fp32", "rows": f"*{dtype}", "groups": "*i32"}
     ptx = ptx_of(kernels, "add_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
     found = re.findall(r"^\s+(?:@\S+ )?((?:add|sub|mul|fma|mad)\S*\.f32)\b", ptx, re.MULTILINE)
@@ -363,12 +365,12 @@ def test_addresses_of_added_rows_have_64_bits(kernels: ModuleType) -> None:
     assert not re.search(r"mul\.lo\.[su]32|mad\.lo\.[su]32", ptx) and re.search(r"mul(\.wide\.s32|\.lo\.s64)", ptx)
 
 
-#: Dtype -> elements in 16 bytes, which a thread loads and stores at once.
+#: Number of elements in 16 bytes, which a thread loads or stores at once.
 UNITS = {"fp32": 4, "bf16": 8, "fp16": 8}
 
 
 def of_columns(ptx: str, bits: int) -> set[str]:
-    """Return the instructions that load and store columns, by 16 bytes or by one element."""
+    """Return the instructions that load or store columns, either 16 bytes or one element at a time."""
     return set(re.findall(rf"(?:ld|st)\.global\.(?:v4\.b32|b{bits})\b", ptx))
 
 
@@ -412,8 +414,8 @@ def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_we
 
 
 def test_no_address_and_no_size_is_compiled_into_the_code(kernels: ModuleType) -> None:
-    """Otherwise a launch at another placement could run other code, with another order of additions."""
-    floats = {"divisor", "z_factor", "share", "label_weight"}  # never are
+    """Otherwise a different placement could run different code, with a different order of additions."""
+    floats = {"divisor", "z_factor", "share", "label_weight"}  # floats are never specialized
     kernels_by_name = {name: each for name, each in vars(kernels).items() if hasattr(each, "params") and name[0] != "_"}
     assert kernels_by_name.keys() == {"add_rows", "copy_rows", "logits_gradient", "group_rows", "add_logits"}
     for name in kernels_by_name:

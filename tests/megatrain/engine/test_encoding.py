@@ -1,4 +1,4 @@
-"""Encodings of weights in blocks: a form unknown to the engine, and averages."""
+"""Encodings of weights in blocks: averages, and an encoding that the engine does not know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.engine.program.encoding import AveragedWeight, Encoding, decoding
 
 @dataclass(frozen=True)
 class EighthBytes:
-    """Weights that are multiples of an eighth, one byte each: a further form, defined only by this class."""
+    """Encoding of weights that are multiples of an eighth, with one byte each. Only this class defines it."""
 
     nbytes: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""A pass of an evaluation uses only the units' weights, each once, in the order of the forward."""
+"""An evaluation pass leases only the units' weights, in the order of the forward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_pass_is_the_forward_and_the_head_on_weights_alone(order: Any, defer_u
         assert not tick.passing and not tick.spent
         assert all(mode == "r" and program.blocks[key].kind == "weights" for key, mode in tick.held)
     assert program.ticks == evaluation_program(program_of("layer")).ticks
-    assert program.ticks[0].held == program.ticks[-1].held  # the embedding is the head
+    assert program.ticks[0].held == program.ticks[-1].held  # the head is tied to the embedding
     assert len(program.select_ticks()) == len(program.ticks)
 
 

@@ -1,6 +1,6 @@
-"""`model.flash_attention`: the choice of kernels, its record, and the workspace of FA3 and FA4.
+"""`model.flash_attention`: which kernels a run uses, how it records this choice, and the workspace of FA3 and FA4.
 
-The packages need a GPU. A stand-in is registered with torch's own registry of implementations.
+The FA3 and FA4 packages need a GPU, so the tests register a stand-in for FA3 with torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODEL = EXAMPLES / "quickstart" / "model"
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Register an FA3 without kernels, and return its record of calls."""
+    """Register an FA3 without kernels, and yield its record of calls."""
     events: list[str] = []
 
     class Handle:
@@ -63,7 +63,7 @@ def test_kernels_are_active_in_the_context_alone(stand_in: list[str]) -> None:
 
 
 def test_a_missing_package_or_function_of_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registered functions are torch's own."""
+    """This test uses the functions that torch itself registers."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(UnsupportedModelError, match=r"package flash-attn-3 cannot be used here .*Install it"):
         flash_kernels("FA3").__enter__()
@@ -76,7 +76,7 @@ def test_a_missing_package_or_function_of_torch_is_named(monkeypatch: pytest.Mon
 
 
 def test_backwards_with_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same check runs on a GPU before a deterministic run starts."""
+    """On a GPU, the same check runs before a deterministic run starts."""
     monkeypatch.setattr(flash, "_TEST_SHAPE", (4, 32, 64))
     check_determinism("FA3", CPU)
     attend, calls = flash.scaled_dot_product_attention, 0
@@ -112,8 +112,8 @@ def test_kernels_follow_the_architecture(name: str, kernels: str) -> None:
 
 
 def allocated(kernels: str, batch: int, tokens: int, heads: int, key_heads: int, width: int) -> int:
-    """Return the bytes that a deterministic causal backward of equal rows allocates, one tensor after the other."""
-    rows = {"FA3": 128 if width == 64 else 64, "FA4": 128}[kernels]  # per block of queries; keys have 128
+    """Return the bytes that a deterministic causal backward allocates for rows of equal length, tensor by tensor."""
+    rows = {"FA3": 128 if width == 64 else 64, "FA4": 128}[kernels]  # queries per block; a block of keys has 128
     cluster = 2 if kernels == "FA4" and width >= 128 else 1
     queries, keys = -(-tokens // rows) * rows, -(-tokens // 128) * 128
     if cluster == 2 and keys // 128 % 2:
@@ -155,7 +155,9 @@ def test_the_plan_covers_the_workspace(
 
 
 def test_the_512k_row_of_a_7b_model_takes_less_than_fa2() -> None:
-    """28 x 524,288 x 128 numbers for queries, 2 x 4 x 524,288 x 128 for keys and values: 9.7 GB, against 45 GB."""
+    """FA3 needs 28 x 524,288 x 128 numbers for queries, and 2 x 4 x 524,288 x 128 for keys and values.
+    These are 9.7 GB; FA2 needs 45 GB.
+    """
     assert allocated("FA3", 1, 524288, 28, 4, 128) == pytest.approx(9.78e9, rel=0.01)
 
 
@@ -174,7 +176,7 @@ def test_rows_of_several_lengths(kernels: Any) -> None:
 
 
 def test_a_free_order_of_sums_may_split_keys() -> None:
-    """Four heads of one row do not occupy a GPU: keys may be split, and the partial results are counted."""
+    """Four heads of one row do not fill a GPU, so FA3 may split the keys. The plan counts the partial results."""
     query = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta")
     call = AttentionCall.from_operator(
         torch.ops.aten._scaled_dot_product_flash_attention.default, (query, query, query), {}
@@ -189,7 +191,7 @@ def test_a_free_order_of_sums_may_split_keys() -> None:
 
 
 def planned(folder: Path, machine: str, table: str) -> Plan:
-    """Plan the 0.82 M model in bf16, with heads widened to 64 numbers, for another machine."""
+    """Plan the 0.82 M model in bf16 for another machine. ``table`` has further lines of ``[model]``."""
     text = config_text(folder, MODEL, nvme=0).replace('device = "cpu"', "")
     text = text.replace("[data]", f"train_from_scratch = true\nuse_liger_kernel = false\n{table}\n[data]", 1)
     text = text.replace('compute_dtype = "float32"', 'compute_dtype = "bfloat16"')
@@ -231,7 +233,9 @@ def test_a_config_without_the_key_had_torchs_kernels(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: list[str]) -> None:
-    """The first start decides. A resumed run takes the record, or is refused with the package to install."""
+    """The first start chooses the kernels. A resumed run uses the recorded choice, or an error names the missing
+    package.
+    """
 
     def trainer(name: str, steps: int, kernels: str = "auto") -> Trainer:
         (tmp_path / name).mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Freed tensors leave the process, even with live memory between them, once it exceeds its limit."""
+"""Once a process exceeds its limit, it returns freed tensors to the system, even with live memory between them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ print((resident() - before) >> 20)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_tensors_leave_the_process() -> None:
-    """128 MiB of tensors, and 1 MiB that stays."""
+    """The program frees 128 MiB of tensors, and keeps about 1 MiB between them."""
     assert run("given")[-1] < 8 < 64 < run("by default")[-1]
     little, once_more, after = run("kept", room=64)
     assert little < 8 < 64 < once_more, "more than the limit, as the next op finds"
@@ -75,20 +75,21 @@ def test_freed_tensors_leave_the_process() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_memory_is_kept_if_the_next_op_fits() -> None:
-    """128 MiB of freed tensors and 192 MiB of space: an op of 32 MiB may begin with them, one of 128 MiB may not."""
+    """With 128 MiB of freed tensors and a limit of 192 MiB, an op of 32 MiB keeps them, and an op of 128 MiB does not.
+    """
     before_none, before_small, before_large, _ = run("before an op", room=192)
     assert before_large < 8 < 64 < before_small == before_none
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_some_freed_memory_is_kept_above_the_forecast() -> None:
-    """Some memory is kept if the process exceeds the forecast: 8 MiB of 16, not 128."""
+    """If the process exceeds its forecast, 8 MiB of freed memory are kept, but 128 MiB are returned."""
     little, much, _ = run("next to another", room=64)
     assert much < 4 < little
 
 
 def run(what: str, room: int = 0) -> list[int]:
-    """Return the MiB by which a process has grown, from its output."""
+    """Run the program in a new process. Return the growth in MiB that it prints at each point."""
     words = [sys.executable, "-c", PROGRAM, what, str(room)]
     environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)

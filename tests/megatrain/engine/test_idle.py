@@ -1,4 +1,4 @@
-"""Idle visits: an expert without tokens leases no weights, and its visit gives the same gradients."""
+"""Idle visits: an expert that gets no tokens leases no weights, and its visit is announced as idle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST_VISIT = 7
 
 
 class NotingAccess(MemoryAccess):
-    """Records its calls about idle visits."""
+    """Access that records the announcements of idle visits."""
 
     told: list[tuple[list[int], set[int]]]
 
@@ -31,7 +31,7 @@ class NotingAccess(MemoryAccess):
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingAccess, list[BoundUnit]]:
-    """The experts of one layer, each a unit, with an access to their weights."""
+    """Return an access to the weights, and the experts of one layer as separate units."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     config = tiny_config("qwen3_moe", num_experts=NUM_EXPERTS, num_experts_per_tok=1)
     graph = build_graph(config, split_experts=True)

@@ -1,4 +1,4 @@
-"""Saved inputs: a second run has the bits of the first, and blocks are leased in the order of the plan."""
+"""Saved inputs: a unit's second run is bit-identical to its first, and blocks are leased in the planned order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VISIT = 3
 
 
 class LeasesAccess(MemoryAccess):
-    """Records the order of leases of activations and results."""
+    """Access that records the order in which activations and results are leased."""
 
     leases: list[tuple[str, int, int | None]]
 
@@ -49,7 +49,7 @@ class LeasesAccess(MemoryAccess):
 
 
 class Layer:
-    """One layer of a tiny model with dropout, and a micro-batch's forward that stops before it."""
+    """One layer of a tiny model with dropout, and a micro-batch's forward that is suspended before the layer."""
 
     def __init__(self, *, results: bool = False) -> None:
         config = tiny_config("gpt2", attn_pdrop=0.2, resid_pdrop=0.2)
@@ -70,14 +70,14 @@ class Layer:
         self.access.begin("forward", VISIT)
 
     def first_run(self) -> tuple[list[Tensor], SavedInputs]:
-        """Return the outputs of the first run, and its saved state."""
+        """Run the layer. Return its outputs and its saved inputs."""
         with self.access.weights(self.bound.unit, VISIT) as weights, self.bound.bind(weights) as leaves:
             run = UnitRun.from_call(self.bound, self.waiting, 0)
             result, kept = self.keeping.run(run, self.waiting, leaves)
             return [output.detach().clone() for output in result.outputs], kept
 
     def gradients(self, kept: SavedInputs) -> tuple[list[Tensor], list[Any]]:
-        """Return the outputs of the second run, and the gradients of its inputs."""
+        """Run the layer again from its saved inputs. Return the outputs, and the gradients of the inputs."""
         self.access.begin("backward", VISIT)
         with (
             self.access.weights(self.bound.unit, VISIT) as weights,

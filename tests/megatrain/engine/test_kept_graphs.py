@@ -1,4 +1,4 @@
-"""Graphs kept from forward to backward: the bits of a recompute, nothing run twice, memory as traced."""
+"""Kept graphs give the same bits as a recompute, run nothing twice, and use the traced memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Side:
-    """A runner with separate weights."""
+    """Runner with its own model and weights."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ def test_tied_weights(family: str) -> None:
 @pytest.mark.parametrize("kept", [{4}, {2, 3}, {0, 3}, {1, 2, 3, 4}])
 @pytest.mark.parametrize("family", ["llama", "gemma3n_text", "zamba2"])
 def test_some_visits_are_kept(family: str, kept: set[int]) -> None:
-    """Recomputed visits are in between; layers may share keys and values, or be visited twice."""
+    """The visits between the kept ones are recomputed. Layers may share keys and values, or be visited twice."""
     compare(tiny_config(family), kept=kept)
 
 
@@ -147,7 +147,7 @@ def test_autocast() -> None:
 
 
 def test_a_unit_that_checkpoints_itself() -> None:
-    """Its backward runs modules again, and finds their weights bound."""
+    """In the backward, the unit's own checkpoint runs modules again, and their weights are bound."""
     config = tiny_config("llama", tied=False)
 
     def step(kept: Any) -> tuple[StepLoss, Gradients]:
@@ -185,7 +185,7 @@ def test_in_place_change_of_a_saved_tensor_is_refused_as_in_pytorch() -> None:
 
 
 def change_outputs_outside(side: Side, bound: Any) -> None:
-    """Make the model's code double a unit's output in place, between two units."""
+    """Double a unit's output in place between two units, as a model's own code could."""
     trunk = side.runner._trunk
     make = trunk._visit
 
@@ -209,7 +209,7 @@ def test_kept_units_run_once_for_every_micro_batch() -> None:
         bound.forward = counting(bound.forward, calls, number)
     side.step()
     assert calls == {0: 6, 1: 6, 2: 3, 3: 6, 4: 3}
-    assert side.access.largest_num_activations == 3 * 2  # of layers 1 and 3; the embedding has none
+    assert side.access.largest_num_activations == 3 * 2  # of visits 1 and 3; the embedding (visit 0) saves none
 
 
 def counting(forward: Any, calls: dict[int, int], number: int) -> Any:
@@ -268,7 +268,7 @@ def test_an_evaluation_keeps_nothing() -> None:
 
 
 class RealLedger(CountingMode):
-    """Counts the bytes of real storages; makes no decisions."""
+    """Mode that only counts the bytes of real storages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -279,7 +279,7 @@ class RealLedger(CountingMode):
 
 
 class CountedAccess(MemoryAccess):
-    """Records the live memory at the start of the head, without blocks."""
+    """Access that records the live memory at the start of the head, not counting the blocks of the access."""
 
     ledger: RealLedger
     live_at_head = 0
@@ -351,7 +351,7 @@ def test_graph_memory_matches_the_trace(family: str, order: str) -> None:
         <= max_workspace_bytes(graph, trace, program_of(graph, trace, order), together)
         <= workspace + planned
     )
-    # A unit's input is often the previous unit's output and used by no other: both count it.
+    # A unit's input is often the previous unit's output. The plan counts this tensor for both units.
     assert 0.8 * planned < live[True] - live[False] <= planned
 
 
@@ -416,7 +416,7 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("family", ["llama", "zamba2"])
 def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers: bool, order: str) -> None:
-    """The graphs rely on this: their views of the weights keep the same bytes."""
+    """Kept graphs rely on this, because they hold views of the weights."""
     graph = build_graph(tiny_config(family, tied=True))
     trace = trace_visits(graph, 2, 16, torch.float32)
     program = ProgramBuilder(
@@ -449,7 +449,7 @@ def sines_dropped(module: Any, args: tuple[torch.Tensor, ...], result: torch.Ten
 
 
 def test_result_in_reused_memory_is_not_part_of_the_graph() -> None:
-    """Memory that autograd saved and freed is reused at once, often by the layer's result."""
+    """The allocator reuses memory that autograd has freed, often for the layer's result."""
     config = tiny_config("llama")
     plain, dropping = build_graph(config), build_graph(config)
     for layer in dropping.model.model.layers:

@@ -1,4 +1,4 @@
-"""A loss unknown to the engine, passed in from above: whole logits and parts, in turn and not."""
+"""A loss that the engine does not know works with whole logits and with parts of the vocabulary, in every order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 4, 16
 
 
 class RunningFocal(RunningSoftmax):
-    """``-(1 - p)**gamma * log(p)`` of each row's label."""
+    """Focal loss: ``-(1 - p)**gamma * log(p)`` for the probability ``p`` of each row's label."""
 
     def __init__(self, labels: Tensor, vocab_size: int, num_items: int, gamma: float) -> None:
         super().__init__(labels, vocab_size, num_items)
@@ -37,7 +37,7 @@ class RunningFocal(RunningSoftmax):
     def loss(self) -> Tensor:
         log_p = self.log_probs()
         missing = 1 - log_p.exp()
-        # The derivative by each log-probability: the factor on the gradients of cross entropy.
+        # The derivative with respect to each log-probability scales the gradients of cross entropy.
         slope = missing**self._gamma - self._gamma * missing ** (self._gamma - 1) * log_p.exp() * log_p
         self.weigh(slope / self._count)
         return -(missing**self._gamma * log_p).sum() / self._count
@@ -49,7 +49,7 @@ class RunningFocal(RunningSoftmax):
 
 @dataclass(frozen=True)
 class Focal(Loss, MicroBatchLoss):
-    """Evaluates each row alone."""
+    """Focal loss, which evaluates each row separately."""
 
     gamma: float = 2.0
 
@@ -70,7 +70,7 @@ class Focal(Loss, MicroBatchLoss):
 
 @dataclass(frozen=True)
 class Likeliest(Loss):
-    """Weighs each row by its probability's share in its micro-batch, so rows are compared."""
+    """Loss that compares rows: it weighs each row by its share of the micro-batch's probabilities."""
 
     @property
     def compares_rows(self) -> bool:
@@ -136,7 +136,7 @@ def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str,
 
 
 def expected_step(of_rows: Any) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradient by whole logits, given a function of each micro-batch's log-probabilities."""
+    """Return loss and gradients from whole logits. ``of_rows`` maps a micro-batch's log-probabilities to its loss."""
     model, total = build_model(tiny_config("llama")), torch.zeros(())
     for batch in padded_batches():
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -183,6 +183,6 @@ def test_model_with_a_custom_loss_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_mean_of_a_figure_divides_by_its_count() -> None:
-    """Also by one, the smallest count, and a figure without examples is 0, not NaN."""
+    """This includes a count of one. A figure without examples is 0, not NaN."""
     figures = [PartialMean("a", 3.0, 1), PartialMean("b", torch.tensor(3.0), 1), PartialMean("b", 4.0, 3)]
     assert mean_metrics([*figures, PartialMean("c", 0.0, 0)]) == {"a": 3.0, "b": 7 / 4, "c": 0.0}

@@ -75,7 +75,7 @@ def test_mirrored_reads_match_the_tensor(name: str) -> None:
         answer, mirror = looked(look)
     assert answer == expected and type(answer) is type(expected)
     assert 1 <= mirror.num_answers <= 2
-    waits.pop("tolist", None)  # for the call itself, which the mirror handles
+    waits.pop("tolist", None)  # counts the call itself, which the mirror handles
     assert set(waits) == {"numpy"}, "the tensor itself is not read"
 
 

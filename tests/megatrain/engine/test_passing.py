@@ -1,4 +1,4 @@
-"""Weights with passing parts: rows are looked up for all micro-batches, each part leased once, bits unchanged."""
+"""Embeddings with passing parts: one lease of each part is enough to look up the rows of all micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = (range(30), range(30, 70), range(70, VOCAB))
 
 
 class Parts:
-    """Parts of a matrix, with leases as in a store."""
+    """Matrix whose parts are leased as in a store."""
 
     def __init__(self, matrix: Tensor, *, passes: bool = True) -> None:
         self._matrix, self.is_passing = matrix, passes
@@ -51,7 +51,7 @@ class Embedding:
         return {self.owner: self.parts}
 
     def run(self, ids: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results of a visit for some micro-batches."""
+        """Run a visit for several micro-batches, and return its results."""
         calls = [UnitCall(0, (each,), {}, None) for each in ids]
         with self.bound.bind(self.weights), torch.no_grad():
             wanted = self.bound.look_up(calls)

@@ -1,4 +1,4 @@
-"""Effects of a run on a step's program: what stays between ticks, where updates run, the prefetcher's schedule."""
+"""A step's program: which copies stay between ticks, where updates run, and the prefetcher's schedule."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_update_runs_on_the_tier_of_its_surviving_blocks() -> None:
 
 
 def test_schedule_lists_moved_and_written_blocks() -> None:
-    """A read at home needs no schedule entry; a write there does, so that no copy is fetched before it."""
+    """A read at home needs no schedule entry. A write at home needs one, so that no copy is fetched before it."""
     homes = {"w": "ram", "m": "gpu", "g": "gpu"}
     schedule = PROGRAM.schedule(homes, 2, first_step=3)
     period = len(TICKS)
@@ -71,7 +71,7 @@ def test_schedule_lists_moved_and_written_blocks() -> None:
 
 
 def test_gaps_in_gradient_blocks_are_zeroed() -> None:
-    """Padding, and parameters without a gradient, are zero: the norm covers the whole block."""
+    """Padding and parameters without a gradient are zeroed, because the norm is computed over the whole block."""
     layout = build_layout("unit", [("a", (3,)), ("b", (5, 2)), ("c", (2, 2))], trainable=True)
     names = [entry.name for entry in layout.entries]
     for count in range(len(names) + 1):

@@ -1,4 +1,4 @@
-"""The engine's calls to its access, and its refusals."""
+"""How the engine calls its access, and which models and steps it refuses."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_arguments_keep_identity_and_carry_mutations_back() -> None:
 
 
 def test_replaced_container_items_are_returned() -> None:
-    """Containers stay as long as before, with the same keys."""
+    """A unit may replace items of a container without changing the container's length or keys."""
     hidden, other = torch.ones(2, requires_grad=True), torch.zeros(2)
     states: list[Any] = [hidden, other]
     table = {"first": hidden, "second": other}
@@ -294,7 +294,7 @@ def test_trace_records_saved_and_held_bytes() -> None:
     workspace_nbytes = 2 * 16 * 32 * 4
     assert trace.visits[2].memory.held_nbytes == 2 * workspace_nbytes + trace.visits[2].memory.retained_nbytes
     assert all(0 < visit.memory.forward_nbytes <= visit.memory.backward_nbytes for visit in layers)
-    logits_nbytes = 2 * 16 * VOCAB * 4  # a loss makes further tensors of that size
+    logits_nbytes = 2 * 16 * VOCAB * 4  # the loss makes more tensors of this size
     assert 2 * logits_nbytes < trace.head_nbytes < 4 * logits_nbytes and trace.exact
     assert 0 < layers[0].memory.retained_nbytes < layers[0].memory.held_nbytes
     assert all(parameter.is_meta for parameter in graph.model.parameters())
@@ -305,7 +305,7 @@ def test_trace_marks_visits_without_backward() -> None:
     graph = build_graph(tiny_config("llama", tied=False), freeze=["model.embed_tokens.*", "model.layers.0.*"])
     trace = trace_visits(graph, 2, 16, torch.float32)
     assert [visit.has_backward for visit in trace.visits] == [False, False, True, True, True, True]
-    # The stream into layer 1 needs no gradient but is needed again.
+    # The input of layer 1 needs no gradient, but the recompute needs it.
     assert [len(visit.saved_inputs) for visit in trace.visits] == [0, 0, 1, 1, 1, 0]
 
 
@@ -320,7 +320,7 @@ def test_held_memory_does_not_grow_with_depth() -> None:
 
 
 def test_trace_matches_bytes_saved_by_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Validation reads values there; torch.compile, used by other tests, turns it off for the whole process.
+    # Here, the validation of distributions reads values. torch.compile in other tests turns it off for the process.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     graph, trace = graph_with_trace("gemma3n_text")
     access = MemoryAccess(graph, dict(build_model(tiny_config("gemma3n_text")).named_parameters()), torch.float32)
@@ -343,7 +343,7 @@ def test_trace_matches_bytes_saved_by_a_real_step(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_randomly_skipped_layers_are_planned(rate: float) -> None:
-    """This includes rate 0, which skips none: some releases of transformers still draw a number for it."""
+    """A rate of 0 skips no layer, but some releases of transformers still draw a random number."""
     graph, trace = graph_with_trace("opt", layerdrop=rate)
     planned = {visit.unit for visit in trace.visits}
     assert {unit.index for unit in graph.units if unit.is_layer} <= planned

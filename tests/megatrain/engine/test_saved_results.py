@@ -1,4 +1,4 @@
-"""Attention's results saved for the recompute: a recompute's bits, no kernel run twice, the traced bytes."""
+"""With saved results, a recompute has the same bits, runs no attention kernel twice, and needs the traced bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the computed forwards of attention kernels, and products."""
+    """Mode that counts matrix products, and forwards of attention kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def whole_rows(num_batches: int = 2, num_rows: int = 2, length: int = 16) -> Bat
 
 
 class Side:
-    """One step of a model, whose visits save results or do not."""
+    """Loss, gradients and kernel counts of one step. The visits in ``saved`` save their results."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Side:
 
 
 def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **options: Any) -> tuple[Side, Side]:
-    """Return a step without and one with saved attention, after a check for equal bits."""
+    """Run one step without saved results and one with them. Check that they are bit-identical, and return both."""
     batches = whole_rows() if batches is None else batches
     again, side = Side(config, (), batches, **options), Side(config, saved, batches, **options)
     assert side.loss == again.loss
@@ -91,7 +91,7 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str) -> None:
     again, side = compare(tiny_config(family, tied=False), padded_batches(), with_products=with_products)
     assert 2 * side.num_forwards == again.num_forwards, "none is recomputed"
-    # A backward has twice the products of a forward; without recomputed products, two of three are left.
+    # A backward has twice the products of a forward. Without recomputed products, about three of four are left.
     if with_products:
         assert 0.6 * again.num_products < side.num_products < again.num_products
     else:
@@ -100,11 +100,13 @@ def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
 def test_each_product_of_a_layer_runs_once(order: str) -> None:
-    """Forward, gradient of the input and of the weight: three products of each matrix, each run once."""
+    """Each matrix has three products: one for the output, and two for the gradients of input and weight. Each runs
+    once.
+    """
     config, batches = tiny_config("llama", tied=False), whole_rows()
     trace = trace_visits(build_graph(config), 2, 16, torch.float32, padded=False)
     again, side = compare(config, batches, with_products=True, order=order, trace=trace)
-    per_layer = 2 * config.num_hidden_layers  # of both micro-batches
+    per_layer = 2 * config.num_hidden_layers  # for both micro-batches
     assert again.num_products - side.num_products == 6 * per_layer, "the seventh is left out in both"
     assert again.num_forwards == 2 * side.num_forwards
     plain = compare(config, batches, with_products=True, order=order)[1]
@@ -129,7 +131,7 @@ def test_bfloat16() -> None:
 
 
 def test_recompute_repeats_dropout_masks() -> None:
-    """Within attention, whose kernel then stores scores and runs again, and after it."""
+    """Dropout is within attention, whose kernel then runs again, or only after attention."""
     compare(tiny_config("gpt2", tied=False, **DROPOUT))
     behind = {**DROPOUT, "attn_pdrop": 0.0}
     again, side = compare(tiny_config("gpt2", tied=False, **behind))
@@ -138,7 +140,7 @@ def test_recompute_repeats_dropout_masks() -> None:
 
 
 def test_the_trace_says_how_much_room_the_results_take() -> None:
-    """If less space is left, because rows have several documents, the results that fit are saved."""
+    """If the space is too small, because rows have several documents, only the results that fit are saved."""
     config, batches = tiny_config("llama", tied=False), whole_rows(length=48)
     trace = trace_visits(build_graph(config), 2, 48, torch.float32, padded=False)
     sizes = {visit.attention.nbytes for visit in trace.visits} - {0}
@@ -153,7 +155,7 @@ def test_the_trace_says_how_much_room_the_results_take() -> None:
 
 
 def test_a_unit_that_checkpoints_itself() -> None:
-    """It runs its attention again inside of its backward, where no saved result is used."""
+    """The unit runs its attention again within its backward, where saved results are not used."""
     config = tiny_config("llama", tied=False)
 
     def checkpointing(graph: ModelGraph) -> None:
@@ -172,7 +174,7 @@ def test_a_call_that_differs_is_computed() -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
     with results.save_calls(room, {}):
         causal = attend(query, key, key, is_causal=True)
-    room.zero_()  # makes every answer visible
+    room.zero_()  # a replayed result is now zero
     with results.replay_calls(room, {}):
         assert torch.equal(attend(query, key, key), attend(query, key, key))
     with results.replay_calls(room, {}):

@@ -1,4 +1,4 @@
-"""Gradients that share blocks in turns: never two at once, in as few blocks as there are concurrent gradients."""
+"""Gradients take turns in shared blocks. The number of blocks is the largest number of concurrent gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Lives = list[tuple[int, int, int]]  # first tick, last tick, elements
 
 
 def program_of(lives: Lives, num_ticks: int = 30, *, deferred: bool = False) -> StepProgram:
-    """Return a program with a gradient for each life; a life of several ticks has additions in between."""
+    """Return a program with one gradient per lifetime. Ticks between a lifetime's first and last add to the gradient.
+    """
     blocks = {
         f"u{n}/grad.0": BlockPlan(f"u{n}/grad.0", "gradients", size, torch.float32)
         for n, (*_, size) in enumerate(lives)
@@ -76,7 +77,7 @@ def test_blocks_alive_in_the_next_step_are_not_shared() -> None:
 
 
 def test_sizes_of_many_layers_need_few_blocks() -> None:
-    """All layers differ, as in a searched architecture: blocks of a few sizes serve them all."""
+    """Even if all layers have different sizes, as from an architecture search, a few blocks are enough."""
     chance = random.Random(7)
     sizes = [1024 * chance.randint(64, 128) for _ in range(40)]
     program = program_of([(2 * n, 2 * n + 1, size) for n, size in enumerate(sizes)], num_ticks=80)

@@ -1,4 +1,4 @@
-"""Micro-batches pass through page-locked memory; losses and norms return in one read; tests/gpu uses a device."""
+"""Micro-batches pass through page-locked memory, and losses and norms return in one read. tests/gpu uses a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    """Replaces a device event."""
+    """Stand-in for a device event, which logs its calls."""
 
     log: list[str]
 
@@ -33,7 +33,7 @@ class Event:
 
 @pytest.fixture
 def staging(monkeypatch: pytest.MonkeyPatch) -> Staging:
-    """Return a stager with host memory in place of the device's."""
+    """Return a ``Staging`` that copies as for a device, but into host memory."""
     Event.log = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     made = Staging(CPU, make_slab=lambda nbytes: HostSlab(nbytes))

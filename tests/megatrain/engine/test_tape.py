@@ -1,4 +1,4 @@
-"""The tape: one rule decides fetch, keep, write back and drop. Counted by hand, and against a plain model."""
+"""The tape: which copies are fetched, kept, written back or dropped, checked by hand and with a simple model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_blocks_without_stays_are_fetched_and_written_back_per_use() -> None:
 def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -> None:
     stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (FORWARD, "a"): BACKWARD, (BACKWARD, "g"): UPDATE}
     first = compile_step(PROGRAM, HOMES, stays, updates=False)
-    # w is only read in a first step, so it is not written back; a saved block that is used again never leaves.
+    # A first step only reads w, so w is not written back. A saved block that stays until its next use never leaves.
     assert list(first.transfers(HOMES)) == [("w", *TO)]
     assert first.pinned == {"g": PinnedCopy("ram", is_newer=True)}
     step = compile_step(PROGRAM, HOMES, stays, pinned=first.pinned)
@@ -92,7 +92,7 @@ def test_update_parts_are_leased_together_if_none_waits_for_space(away: str, num
 )
 @settings(max_examples=200, deadline=None)
 def test_followed_copies_match_moved_contents(uses: list[tuple[str, str, bool, bool]], home: str) -> None:
-    """Versions move as the tape says: each reader finds the newest, and every move is needed."""
+    """If versions move as the tape says, each reader finds the newest version, and every move is needed."""
     accesses = []
     for number, (mode, tier, is_last, wants_stay) in enumerate(uses):
         following = uses[number + 1] if number + 1 < len(uses) else None

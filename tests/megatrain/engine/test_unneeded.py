@@ -1,4 +1,5 @@
-"""Products that a recompute skips: which ones, that no bit changes, and that a mistake would be loud."""
+"""Matrix products that a recompute skips: which products these are, that no bit changes, and that a mistake gives NaN.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Family -> name endings of weights whose products no gradient needs, in any of its layers.
+#: For each family: endings of the names of weights whose products no gradient needs.
 LEFT_OUT: dict[str, set[str]] = {
     "llama": {"mlp.down_proj.weight"},
     "qwen2": {"mlp.down_proj.weight"},
@@ -35,14 +36,14 @@ LEFT_OUT: dict[str, set[str]] = {
     "granite": {"mlp.down_proj.weight"},
     "gpt2": {"mlp.c_proj.weight"},
     "opt": {"fc2.weight", "project_in.weight", "project_out.weight"},
-    # Attention and MLP in parallel: both results are added to the stream.
+    # Attention and MLP run in parallel, and both results are added to the stream.
     "gpt_neox": {"attention.dense.weight", "mlp.dense_4h_to_h.weight"},
     "cohere2": {"self_attn.o_proj.weight", "mlp.down_proj.weight"},
-    # Results of routed experts are multiplied by the router's output, whose gradient needs them.
+    # Results of routed experts are multiplied by the router's output, so the router's gradient needs them.
     "qwen3_moe": {"mlp.down_proj.weight"},  # of the dense layer
     "deepseek_v3": {"mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
     "glm4_moe": {"mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
-    # Here the inputs are multiplied, not the outputs.
+    # This family multiplies the experts' inputs by the router's output, not their results.
     "llama4_text": {
         "feed_forward.shared_expert.down_proj.weight",
         "feed_forward.experts.down_proj",
@@ -51,11 +52,11 @@ LEFT_OUT: dict[str, set[str]] = {
     "gpt_oss": set(),
     "qwen3_next": set(),
     "zaya": set(),
-    # A norm follows.
+    # A norm follows each product, and the norm's gradient needs the result.
     "gemma2": set(),
     "gemma3_text": set(),
     "olmo2": set(),
-    # These units are one product; its result is used outside of them.
+    # Each of these units is a single product, and its result is used outside of the unit.
     "gemma3n_text": {
         "per_layer_model_projection.weight",
         "altup_projections.0.weight",
@@ -117,8 +118,8 @@ def test_skipping_a_needed_product_changes_gradients() -> None:
 def test_frozen_product_is_needed_before_a_norm_but_not_before_a_sum() -> None:
     _, graph, trace = traced("llama", freeze=("*.mlp.*", "*.self_attn.*"))
     layers = [visit for visit in trace.visits if graph.units[visit.unit].is_layer]
-    # Autograd saves no inputs of frozen matrices. Attention saves queries and keys. Its output goes only into the
-    # frozen product, whose result goes into the stream that the norm saves.
+    # Autograd saves no inputs of frozen matrices, but attention saves queries and keys. The product with o_proj is
+    # needed, because its result goes into the stream that a norm saves. Only the product with down_proj is unneeded.
     assert [sorted(name.split(".", 3)[3] for name in visit.unneeded_products.weights) for visit in layers] == (
         [["mlp.down_proj.weight"]] * 3
     )
@@ -147,7 +148,7 @@ X = torch.randn(5, 4)
 
 
 class Scale(torch.autograd.Function):
-    """Keeps a tensor outside of autograd's saved tensors."""
+    """Function that keeps a tensor in its context, not in autograd's saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

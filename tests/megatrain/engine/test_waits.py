@@ -1,4 +1,4 @@
-"""No host wait inside a step: operations that would make the host wait for a GPU are counted on a CPU."""
+"""The host never waits for the GPU within a step. The tests run on a CPU, and count operations that would wait."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NormOnDevice(clip.SquaredNorm):
-    """Computes the norm as on a GPU, of parts on the CPU."""
+    """Norm that is computed as on a GPU, for parts on the CPU."""
 
     def add(self, number: int, part: torch.Tensor) -> None:
         self._device[number] = clip.device_partials(part)
@@ -60,7 +60,7 @@ def test_queueing_a_step_reads_no_device_values(family: str, batches: str, as_on
     runner, micro_batches = runner_of(tiny_config(family)), BATCHES[batches]()
     with counted_waits() as waits:
         queued = runner.queue(micro_batches)
-    # On the host: labels are counted, their rows found, and the model's queries about its masks answered.
+    # On the host, labels are counted, their rows are found, and the model's queries about its masks are answered.
     mirror = runner._micro_batches.mirror
     assert mirror is not None and 1 <= mirror.num_answers <= 4 * len(micro_batches)
     assert waits == {"numpy": 2 * len(micro_batches) + mirror.num_answers}
@@ -75,7 +75,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
     plain = runner_of(config)
     with counted_waits() as waits:
         expected = plain.forward_backward(micro_batches)
-    num_looks = waits["_local_scalar_dense"] + waits["tolist"] - 1  # the last one reads the loss
+    num_looks = waits["_local_scalar_dense"] + waits["tolist"] - 1  # the last wait reads the loss
     assert len(micro_batches) <= num_looks <= 4 * len(micro_batches), "the plain run reads masks"
     monkeypatch.setattr(inputs, "has_sync_reads", lambda device: True)
     mirrored = runner_of(config)
@@ -87,7 +87,8 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
 
 
 def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
-    """Layers that read their router's choice wait inside of the layer; the engine does not know their computation."""
+    """A layer that reads its router's choice waits within the layer. The engine cannot answer this read from the host.
+    """
     runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
     with counted_waits() as waits:
         runner.queue(padded_batches())
@@ -99,7 +100,7 @@ def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
 def test_a_whole_step_reads_once_at_its_end(
     max_grad_norm: float, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_a_device: None
 ) -> None:
-    """A real store is used, and updates of the previous step are included: loss and norm come in one read."""
+    """With a real store and the updates of the previous step, a step reads loss and norm together, once, at its end."""
     model = write_tiny_model(tmp_path / "model")
     optimizer = f"max_grad_norm = {max_grad_norm}"
     text = config_text(tmp_path, model, nvme=0, data=f"packing = {packing}", optimizer=optimizer)
@@ -126,8 +127,8 @@ def test_a_whole_step_reads_once_at_its_end(
             result = engine.step(micro_batches, step_index=1, lr=1e-3)
     assert 0 < result.loss < 8 and 0 < result.grad_norm < 10, "the logarithm of 1024 tokens is 6.9"
     assert len(reads) == 1
-    # Host blocks reach the update's kernels through numpy. No other value is read before the final read, unless updates
-    # run in the backward: each then reads its norm, whose copy to the host began when the norm was complete.
+    # Blocks in RAM reach the update's kernels through numpy. Without clipping, updates run in the backward, and each
+    # reads its norm, which was already being copied to the host. No other value is read before the final read.
     assert set(before_read) == ({"numpy"} if max_grad_norm else {"numpy", "tolist"})
     assert waits - before_read == {"tolist": 1}
 

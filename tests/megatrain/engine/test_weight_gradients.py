@@ -1,4 +1,4 @@
-"""Gradients added at the place of computation: their sums, the cases left to autograd, and their memory."""
+"""Weight gradients that are added directly into their blocks: the sums, the memory, and the cases left to autograd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def accumulator(shape: tuple[int, ...], device: str = "cpu") -> tuple[GradientAccumulator, Tensor]:
-    """Return an accumulator of one parameter without a gradient, and its memory with the previous contents."""
+    """Return an accumulator for one parameter without a gradient, and its memory, which is filled with NaN."""
     target = torch.full(shape, torch.nan, device=device)
     return GradientAccumulator({"w": target}, set()), target
 
@@ -46,7 +46,7 @@ def test_products_of_ranges_of_rows_make_the_whole() -> None:
 
 
 def test_a_product_of_rows_of_one_block_looks_at_that_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head's weight has one block for each part of the vocabulary, and each part has separate products."""
+    """The head's weight has one block per part of the vocabulary, and each part has its own products."""
     left, right = random(2, K), random(K, N)
     blocks = [torch.zeros(2 * N) for _ in range(3)]
     pieces = [(Piece(n, 0, range(2 * n, 2 * n + 2), None, (2, N)), block) for n, block in enumerate(blocks)]
@@ -102,7 +102,7 @@ def test_embedding_gradients_accumulate_at_token_rows(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("borders", [(), (6,), (12, 24), (4, 17, 30, 41), (1, 2, 3)])
 def test_a_matrix_in_several_blocks_has_the_gradient_of_the_whole(borders: tuple[int, ...]) -> None:
-    """Blocks end between rows or within them, in one case twice within one row."""
+    """Blocks end between rows or within rows. In one case, several blocks end within the same row."""
     layout = build_layout("unit", [("w", torch.Size((M, N)))], True)
     ends = [0, *borders, layout.num_elements]
     parts = [range(start, stop) for start, stop in itertools.pairwise(ends)]
@@ -120,7 +120,7 @@ def test_a_matrix_in_several_blocks_has_the_gradient_of_the_whole(borders: tuple
 
 
 class Layer(nn.Module):
-    """Uses matrices in every way: directly, transposed, twice, in place, and for a lookup."""
+    """Layer that uses matrices directly, transposed, twice, in an in-place sum, and for a lookup."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Model code that reads a weight outside of the weight's module: a few rows, or all of a small one."""
+"""Model code may read a few rows of a weight, or a whole small weight, outside of the weight's own module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 
-#: Additions of the model to its hidden states, by name.
+#: Reads of weights whose results the model adds to its hidden states.
 LOOKS = {
     "a row": lambda model, ids: model.embed_tokens.weight[5],
     "a row from the end, cut": lambda model, ids: model.embed_tokens.weight[-3, :].view(1, 1, -1),
@@ -64,7 +64,7 @@ def test_loss_and_gradients_equal_hugging_face(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("name", ["a row", "rows of tokens", "two of them"])
 def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The forward waits for its rows inside of a function that the mirror of its inputs handles."""
+    """The model waits for the rows within an operation that the host mirror of the inputs handles."""
     looking(monkeypatch, LOOKS[name])
     config = tiny_config("llama")
     model = build_model(config)
@@ -75,7 +75,7 @@ def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyP
         graph = build_graph(config)
         access = MemoryAccess(graph, weights, torch.float32, device="cuda")
         runner = layer_runner(graph, access, device="cuda")
-        for _ in range(2):  # the second run finds all modes as the first did
+        for _ in range(2):  # the second step shows that the first one restored all modes
             loss = runner.forward_backward(padded_batches())
             found = {key: gradient.cpu() for key, gradient in access.finish().items()}
             assert_same_gradients(expected, loss.loss, found)

@@ -1,4 +1,4 @@
-"""The work of a layer that a trace counts, recounted by hand from the layer's formulas."""
+"""The work that a trace counts for a layer equals a count by hand from the layer's formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oracles.families import tiny_config
 ROWS, LENGTH = 2, 16
 FLOAT = 4
 
-Step = tuple[int, int]  # numbers read and written, operators
+Step = tuple[int, int]  # numbers read and written, and number of operators
 
 
 def total(*steps: Step) -> Step:
@@ -25,7 +25,7 @@ def total(*steps: Step) -> Step:
 
 
 def test_a_layer_of_llama_by_hand() -> None:
-    """Forward and backward of x + A(norm(x)), then of x + M(norm(x)), operator by operator, in numbers."""
+    """Count forward and backward of x + A(norm(x)) and then of x + M(norm(x)), operator by operator."""
     config = tiny_config("llama", tied=False, num_key_value_heads=2)
     graph = build_graph(config, attn_implementation="sdpa")
     trace = trace_visits(graph, ROWS, LENGTH, torch.float32, padded=False)
@@ -35,16 +35,16 @@ def test_a_layer_of_llama_by_hand() -> None:
     heads, key_heads, head_width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     stream, middle = tokens * width, tokens * inner
     queries, keys = tokens * heads * head_width, tokens * key_heads * head_width
-    table = LENGTH * head_width  # of cosines, or of sines: the same for all rows and heads
+    table = LENGTH * head_width  # numbers in the cosines, or in the sines, which all rows and heads share
 
-    # Squares, their mean, + epsilon, 1 / root, times 1 / root, times the weight.
+    # In order: squares, mean, + epsilon, 1 / root, product with 1 / root, product with the weight.
     norm = total(
         (2 * stream, 1), (stream + tokens, 1), (2 * tokens, 1), (2 * tokens, 1),
         (2 * stream + tokens, 1), (2 * stream + width, 1),
     )  # fmt: skip
 
     def rotary(numbers: int) -> Step:
-        """x * cos + rotated(x) * sin, where rotating negates one half and puts it before the other."""
+        """Count x * cos + rotated(x) * sin. Rotating negates one half of x and puts it before the other half."""
         times_table = (2 * numbers + table, 1)
         return total(times_table, (numbers, 1), (2 * numbers, 1), times_table, (3 * numbers, 1))
 
@@ -57,8 +57,9 @@ def test_a_layer_of_llama_by_hand() -> None:
     )  # fmt: skip
     kept_input = (2 * stream, 1)
 
-    # The weight's gradient: times the normalized input, summed over tokens. The input's gradient has two paths: by the
-    # factor 1 / root, and through it (-1/2 root^-3, the mean, the square). The stream's gradient is added.
+    # The weight's gradient is the gradient times the normalized input, summed over tokens. The input's gradient has two
+    # paths: the product with 1 / root, and 1 / root itself (-1/2 root^-3, the mean, the square). The stream's gradient
+    # is added.
     norm_backward = total(
         (2 * stream + width, 1), (3 * stream, 1), (stream + width, 1),
         (3 * stream, 1), (2 * stream + tokens, 1), (stream + tokens, 1), (3 * stream, 1),
@@ -68,7 +69,9 @@ def test_a_layer_of_llama_by_hand() -> None:
     )  # fmt: skip
 
     def rotary_backward(numbers: int) -> Step:
-        """Gradients by both halves, each into zeros of the whole width, added; and by the cosines."""
+        """Count the gradients of both halves, each put into zeros of full width and added, and the gradient by the
+        cosines.
+        """
         times_table, half = (2 * numbers + table, 1), (3 * numbers // 2, 1)
         return total(times_table, (numbers, 1), half, half, (3 * numbers, 1), times_table, (3 * numbers, 1))
 
@@ -101,11 +104,11 @@ def test_head_work_is_extrapolated_from_its_first_pieces() -> None:
     )
     assert many.launches == 3 * few.launches
     assert many.product_flops == 3 * few.product_flops
-    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # a gradient's zeros, whole
+    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # the zeros of a whole gradient do not grow
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the traffic of each operator."""
+    """Mode that records the number of bytes that each operator reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Transients: memory outside of blocks, from turn to turn of a step."""
+"""Transients: how much memory outside of blocks a step needs at each turn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_workspace_peak_counts_concurrent_bytes() -> None:
 
 
 def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[StepProgram, int, int]:
-    """Return the program of a tiny model, the elements of its largest visit, and its workspace."""
+    """Return the program of a tiny model, the number of elements of its largest unit, and its workspace in bytes."""
     graph = build_graph(tiny_config("llama", tied=False))
     trace = trace_visits(graph, 2, 16, torch.float32)
     lanes = Lanes.for_all(num_lanes, 8)
@@ -65,18 +65,22 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
 
 @pytest.mark.parametrize(("num_lanes", "dtype", "num_sums"), [(1, torch.bfloat16, 1), (8, torch.float32, 3)])
 def test_gradient_sums_are_counted_per_visit(num_lanes: int, dtype: torch.dtype, num_sums: int) -> None:
-    """An fp32 block is itself a sum; otherwise each visit has sums of its size, not of the largest size."""
+    """An fp32 gradient block is itself the sum. Otherwise each visit needs sums of its own size, not of the largest
+    size.
+    """
     _, largest, plain = program_of(1)
     _, _, with_sums = program_of(num_lanes, dtype)
     assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
 
 
 def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The streams of hyper-connections are mixed between the units of a cut layer, in products that autograd saves."""
+    """Hyper-connections mix their streams between the units of a split layer, and autograd saves tensors for these
+    products.
+    """
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 2048)
 
     def bytes_of(num_layers: int) -> tuple[int, int]:
-        """Return a micro-batch's bytes at the end of the forward, and the workspace that another micro-batch adds."""
+        """Return the most bytes that a micro-batch holds, and the workspace that each further micro-batch adds."""
         layers = {"layer_types": ["sliding_attention"] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
         config = tiny_config("deepseek_v4", num_hidden_layers=num_layers, **layers)
         graph = build_graph(config, split_experts=True)
@@ -86,7 +90,7 @@ def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.Monke
         return max(visit.memory.held_nbytes for visit in trace.visits), (many - few) // 100
 
     (held, own), (more_held, more_own) = bytes_of(2), bytes_of(4)
-    # At least one hidden state per further layer, and few of them.
+    # Each further layer adds at least one hidden state, and fewer than eight.
     assert 2 * 4 * 64 * 32 * 4 < more_held - held < 8 * 2 * 4 * 64 * 32 * 4
     assert more_own - own == pytest.approx(more_held - held, rel=0.02)
 
@@ -105,7 +109,7 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
 
 
 def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
-    """A visit that keeps its graph counts as the largest: the graphs of all its micro-batches are made in that tick."""
+    """A visit that keeps its graphs counts as the largest, because its tick makes the graphs of all micro-batches."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     plain = ProgramBuilder(
@@ -126,10 +130,10 @@ def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
 
 
 def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
-    """Two ranks with one shard each of a layout: two gathers ahead hold two full copies."""
+    """Each of two ranks owns one shard of a layout. With two gathers ahead, two full copies exist at the same time."""
     graph = build_graph(tiny_config("llama"))
     layout = next(iter(graph.layouts.values()))
-    length = SHARD_BLOCK_ELEMENTS  # of the shard of each rank
+    length = SHARD_BLOCK_ELEMENTS  # of each rank's shard
     weight, gradient = f"{layout.name}/weight", f"{layout.name}/grad.0"
     blocks = {
         weight: BlockPlan(weight, "weights", length, torch.float32),

@@ -142,7 +142,7 @@ def test_elements_outside_all_segments_keep_their_values() -> None:
 
 
 def test_twenty_steps_stay_within_one_ulp_per_step_of_torch() -> None:
-    """torch fuses the product and the sum in `lerp` and `addcmul`: one rounding less in each, so last bits differ."""
+    """torch fuses product and sum in `lerp` and `addcmul`. It rounds once less in each, so the last bits differ."""
     size, num_steps, lr = 20_000, 20, 1e-3
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(size, generator=generator) * 0.05
@@ -163,18 +163,18 @@ def test_twenty_steps_stay_within_one_ulp_per_step_of_torch() -> None:
         parameter.grad = grad.clone()
         twin.step()
         ours.update(blocks, grad, [Segment(0, size, DECAY)], Update(step, lr))
-    # ulp of the larger of weight and update: where both cancel, the ulp of the result says nothing
+    # ulp of the weight or of the update, whichever is larger: if the two cancel, the ulp of the result is too small
     scale = torch.maximum(parameter.detach().abs(), torch.tensor(lr))
     ulp = torch.nextafter(scale, torch.tensor(torch.inf)) - scale
     worst = ((blocks["weight"] - parameter.detach()).abs() / ulp).max().item()
     assert worst <= num_steps, worst
-    # a mean of gradients that cancel keeps the rounding errors of the largest of them, here about 40
+    # if gradients cancel, their mean keeps the rounding error of the largest gradient, here about 40
     assert torch.allclose(blocks["m"], twin.state[parameter]["exp_avg"], rtol=1e-6, atol=40 * 2**-23)
     assert torch.allclose(blocks["v"], twin.state[parameter]["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
 def test_small_updates_accumulate_in_the_split_master() -> None:
-    """At lr 1e-6 a bf16 weight of 1 would never move: its step is 0.0078."""
+    """At lr 1e-6, a bf16 weight of 1 would never change, because the nearest bf16 number is 0.0039 away."""
     master = torch.ones(1024)
     blocks = make_blocks(
         {"master": master.numpy(), "m": np.zeros(1024, np.float32), "v": np.zeros(1024, np.float32)}, True

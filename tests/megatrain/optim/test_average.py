@@ -1,4 +1,4 @@
-"""The average of the weights equals torch's AveragedModel, with the same bits however it is computed."""
+"""The average of the weights matches torch's AveragedModel, and does not change the training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_average_matches_torch_and_changes_nothing_else() -> None:
     without = {name: block.clone() for name, block in blocks.items() if name != "ema"}
     module = torch.nn.ParameterList([master.clone()])
     oracle = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    oracle.update_parameters(module)  # the first one copies
+    oracle.update_parameters(module)  # the first call copies the weights
     segments = [Segment(0, 70_000, 0.1), Segment(70_000, SIZE - 8, 0.0)]
     for step in range(1, STEPS + 1):
         gradient, update = torch.randn(SIZE, generator=generator), Update(step, 1e-2)

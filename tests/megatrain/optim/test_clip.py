@@ -134,7 +134,7 @@ def test_a_bf16_gradient_can_be_added_to_an_fp32_one() -> None:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 3.7])
 @pytest.mark.parametrize("nonfinite", ["stop", "skip", "ignore"])
 def test_a_decision_has_the_bits_of_the_hosts(max_grad_norm: float, nonfinite: Any) -> None:
-    """The norms are around the limit, or not finite."""
+    """The tested norms are around the limit, zero, or not finite."""
     generator = np.random.default_rng(2)
     norms = [*(generator.lognormal(size=5) * 10.0**power for power in range(-6, 7))]
     norms += [np.array([1.0, math.inf]), np.array([math.nan, 1.0]), np.zeros(2)]

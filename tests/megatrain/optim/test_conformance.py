@@ -21,7 +21,7 @@ from megatrain.optim.threads import KernelThreads
 EXAMPLES = Path(__file__).parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES / "extend"))
 
-from signum import Signum  # noqa: E402  -- lies outside of the package, as a user's own
+from signum import Signum  # noqa: E402  -- outside of the package, like a user's optimizer
 
 ONE = KernelThreads(1)
 MAKERS: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_every_optimizer_passes(name: str) -> None:
 
 
 class Forgetful(Signum):
-    """Keeps state outside of the blocks."""
+    """Optimizer that keeps state outside of its blocks."""
 
     count = 0.0
 
@@ -75,7 +75,7 @@ class Forgetful(Signum):
 
 
 class Reaching(Signum):
-    """Touches the whole block."""
+    """Optimizer that changes elements outside of its segments."""
 
     def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
         super().update(blocks, gradient, segments, update)
@@ -83,7 +83,7 @@ class Reaching(Signum):
 
 
 class Whole(Signum):
-    """Reads a whole parameter without declaring it."""
+    """Optimizer that reads a whole parameter without declaring it."""
 
     def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
         for segment in segments:
@@ -111,7 +111,7 @@ def test_suite_finds_contract_violations(kind: Any, found: str) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that is installed in addition to this one."""
+    """Imitate an installed package with entry points for optimizers."""
     info = tmp_path / "site" / "signs-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1.2\n")

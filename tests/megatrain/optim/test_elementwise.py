@@ -1,4 +1,4 @@
-"""AdamW, Lion and SGD on every kind of master and gradient: the bits of their references, and torch's results."""
+"""AdamW, Lion and SGD match their references bit for bit, for every kind of master and gradient, and match torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass
 class State:
-    """Blocks that an optimizer changes, as fp32 arrays."""
+    """Master and state of an optimizer, as fp32 arrays."""
 
     master: Any
     kept: dict[str, Any]
@@ -210,7 +210,7 @@ def test_padding_of_zeros_stays_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_knows_nothing_of_the_one_before(name: str) -> None:
-    """Parameters may differ only in their rate, and updates of the same number in rate or scale."""
+    """Segments may differ only in their rate, and updates with the same step number only in rate or gradient scale."""
     used, generator = make_optimizer(name), np.random.default_rng(5)
     kinds, master = [kind.name for kind in used.state], random_array(generator, 64)
     grad = torch.from_numpy(random_array(generator, 64))
@@ -240,7 +240,7 @@ def test_a_gradient_of_another_type_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_of_minus_zero_is_one_of_zero(dtype: torch.dtype) -> None:
-    """Adding zeros to a sum turns -0 into 0, and skipping them does not: the update must be the same."""
+    """A sum of -0 becomes 0 if zeros are added to it, but not if they are skipped. Both must give the same update."""
     masters = []
     for zero in (0.0, -0.0):
         weight = torch.full((64,), -0.0)

@@ -1,4 +1,4 @@
-"""Reads the machine code of the kernels: no fused multiply-add, vector square roots and divisions."""
+"""The kernels' machine code has no fused multiply-adds, and uses vector instructions, also for roots and divisions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
 
 @functools.cache
 def machine_code(kernel: Any) -> list[str]:
-    """Return the code of every variant: fp32 and split masters, fp32 and bf16 gradients."""
+    """Return the machine code of every variant: fp32 and split masters, fp32 and bf16 gradients."""
     # a kernel loaded from numba's cache has only object code, so compile this one again
     fresh = kernel.__class__(kernel.py_func, targetoptions=dict(kernel.targetoptions))
     for signature in kernel.signatures:
@@ -90,7 +90,7 @@ def test_no_product_and_sum_are_fused(name: str) -> None:
 def test_every_variant_of_an_update_works_on_whole_vectors(name: str) -> None:
     operations = dict.fromkeys(("adamw, update", "adamw, rows", "apply_vector"), ("sqrtps", "divps", "mulps", "subps"))
     variants = machine_code(UPDATES[name])
-    assert len(variants) >= (2 if name.startswith("muon") else 4)  # one has no gradient, the other no master
+    assert len(variants) >= (2 if name.startswith("muon") else 4)  # Muon's take a gradient or a master, not both
     for code in variants:
         for operation in operations.get(name, ("mulps", "subps")):
             assert re.search(rf"\sv?{operation}\s.*%[xyz]mm", code), operation
@@ -103,7 +103,8 @@ def test_the_pattern_finds_fused_operations() -> None:
     assert FUSED.search("\tvmulps\t%zmm0, %zmm1, %zmm2\n") is None
 
 
-#: Prints the hits and misses of numba's cache for two rules with the same types, and a weight from each.
+#: Program that prints numba's cache hits and misses for two rules with the same types, and a weight that each rule
+#: updated.
 CACHED = """
 import torch
 from megatrain.optim import kernels

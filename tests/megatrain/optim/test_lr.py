@@ -32,7 +32,7 @@ def test_every_step_has_the_learning_rate_of_transformers(name: str, arguments: 
         scheduler.step()
     schedule = learning_rate_schedule(name, 2e-4, num_steps=20, warmup_steps=3, arguments=arguments)
     assert [schedule(step) for step in range(20)] == expected
-    assert schedule(7) == expected[7]  # no state: any order, as after a resume
+    assert schedule(7) == expected[7]  # the schedule has no state, so steps can come in any order, as after a resume
 
 
 def test_warmup_is_a_number_of_steps_or_a_fraction_rounded_up() -> None:

@@ -1,4 +1,4 @@
-"""Muon against torch's Muon, stacked experts one by one, and AdamW for parameters that are not matrices."""
+"""Muon matches torch's Muon for matrices and for each stacked expert, and torch's AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
     assert not all(kind.has_weight_layout(layer) for kind in kinds)
     assert all(kind.has_weight_layout(head) for kind in kinds)
     assert 8 < bytes_per_parameter(kinds, layer) < 8.1 and bytes_per_parameter(kinds, head) == 12
-    # In parts the head gets the bits of the whole head.
+    # The head has the same bits if it is updated in parts.
     (cut,) = split_into_parts([head])
     cut = replace(cut, parts=(range(65_536), range(65_536, head.num_elements)))
     (segment,) = build_segments(head, 0.1, (), kinds=kinds)
@@ -107,7 +107,7 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
-#: Shape, how it is fused, and the rows or columns of each logical matrix by hand.
+#: Shape, how the matrix is fused, and the rows or columns of each logical matrix, listed by hand.
 FUSED: dict[str, tuple[tuple[int, ...], FusedMatrix, list[list[int]]]] = {
     "grouped qkv": (
         (44, 24),
@@ -165,7 +165,7 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
         if where != "ranks":
             optimizer.update(blocks, gradient, segments, Update(step, 1e-2))
             continue
-        # As ranks do it: elementwise by shards with arbitrary borders, matrices whole.
+        # Ranks compute elementwise updates for their shards, with arbitrary borders, but orthogonalize whole matrices.
         borders = [0, 700, 1811, 2500, layout.num_elements]
         shards = [range(*each) for each in pairwise(borders)]
         directions = torch.zeros(layout.num_elements, dtype=torch.bfloat16)

@@ -78,7 +78,7 @@ def test_error_on_a_torch_thread_is_raised_after_the_others_end(number: int) -> 
 
 
 def test_interrupt_during_torch_operations_is_raised_after_all_calls() -> None:
-    """Python prints and drops an exception from a signal inside a C callback: it must not be raised there."""
+    """Python prints and drops an exception that a signal raises inside a C callback, so it must not be raised there."""
     threads, num_answered, num_tries = KernelThreads(2, is_interleaved=True), 0, 40
     before = signal.getsignal(signal.SIGINT)
     for number in range(num_tries):

@@ -1,4 +1,4 @@
-"""Checks of the GPU kernels without a GPU. All but the first test need Triton, which torch for CPUs lacks."""
+"""Tests of the GPU kernels without a GPU. Most tests need Triton, which CPU builds of torch do not include."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KERNELS = "megatrain.optim.triton_kernels"
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import the kernels again, and once more after the test."""
+    """Remove the kernels' module, so that it is imported again. ``monkeypatch`` restores it after the test."""
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     monkeypatch.delattr(sys.modules["megatrain.optim"], KERNELS.rsplit(".", 1)[1], raising=False)
 
@@ -102,7 +102,7 @@ def test_interpreted_bits_equal_the_host_kernel(
 def test_interpreted_bits_of_tables_equal_the_host_kernel(
     interpreter: ModuleType, split_master: bool, grad_dtype: torch.dtype, name: str
 ) -> None:
-    """Three block groups, whose ranges need 1 to 3 programs, with two settings: two launches update them all."""
+    """Two launches update three groups of blocks with two weight decays. Their ranges need 1 to 3 kernel programs."""
     host, made, generator = HOSTS[name], TritonOptimizer(HOSTS[name]), np.random.default_rng(7)
     update, expected, groups = (
         Update(step=3, lr=0.05, grad_scale=0.37),
@@ -133,7 +133,7 @@ def test_interpreted_bits_of_tables_equal_the_host_kernel(
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adamw, bfloat16", "adamw, int8", "lion, int8", "sgd, int8"])
 def test_interpreted_kernels_read_the_decision(interpreter: ModuleType, name: str) -> None:
-    """A factor in memory gives the bits of the same number; a decision against an update changes no block."""
+    """A factor in a tensor gives the same bits as the number itself. A decision against the update changes no block."""
     host = {**HOSTS, **SMALL_HOSTS}[name]
     made, generator = TritonOptimizer(host), np.random.default_rng(3)
     first = master_blocks(random_array(generator, 512), True)
@@ -237,20 +237,20 @@ def test_warm_up_compiles_the_requested_kernels(interpreter: ModuleType, monkeyp
 
     monkeypatch.setattr(TritonOptimizer, "update", note)
     TritonOptimizer(HOSTS["adamw"]).warm_up([(True, torch.bfloat16)])
-    # Triton compiles lengths that 16 divides separately from others, and factors that the device decides.
+    # Triton compiles separate kernels for lengths that are multiples of 16, and for factors that the device decides.
     assert seen == [(True, torch.bfloat16, [256, 17])] * 2
     TritonOptimizer(HOSTS["adamw"]).warm_up()
     assert {entry[:2] for entry in seen} == set(FORMATS)
 
 
-#: Lengths that end within lanes, at the end of a row, of a block, and of several blocks.
+#: Lengths that end within a row of lanes, at the end of a row, at the end of a block, and after several blocks.
 NORM_SIZES = (1, 63, 64, 8077, 65_536, 131_072 + 65)
 
 
 def assert_norms_are_the_hosts(sizes: Sequence[int], dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     for size in sizes:
-        # Numbers of every magnitude, so that another order of sums shows; and an unaligned address.
+        # Numbers of very different magnitudes, so that the order of sums matters, at an unaligned address.
         gradient = (torch.randn(size + 1, generator=generator) * torch.rand(size + 1, generator=generator).pow(20)).to(
             dtype
         )[1:]
@@ -266,13 +266,13 @@ def test_interpreted_norms_have_the_host_s_bits(
 ) -> None:
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
     monkeypatch.setattr(on_device, "_partials_in_torch", None)
-    assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")  # seconds a block
+    assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")  # takes seconds
 
 
 def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
     interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One launch for all parts; parts with unaligned starts take one launch each."""
+    """Aligned parts share one launch, and unaligned parts take one launch each."""
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
     generator = torch.Generator().manual_seed(4)
     parts = [torch.randn(size, generator=generator).exp().bfloat16() for size in (65_536, 640, 77)]
@@ -291,7 +291,8 @@ def test_norms_without_triton_have_the_host_s_bits(dtype: torch.dtype, monkeypat
 
 
 def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
-    """Products and sums use fp64, separate or fused, which is the same: squares of fp32 numbers are exact in fp64."""
+    """Products and sums use fp64. Fusing them makes no difference, because squares of fp32 numbers are exact in fp64.
+    """
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     for kind in ("*fp32", "*i16"):
@@ -305,9 +306,9 @@ def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
         assert ptx.count("ld.global") >= 16, "loads of 16 rows are in flight at once"
 
 
-#: Updates with arbitrary numbers.
+#: An update with arbitrary numbers.
 STEP = Segment(0, 16, 0.1), Update(step=1, lr=0.1)
-#: Operations of one element, as the numba loops write them out, line by line.
+#: Number of operations per element, counted from the lines of the numba loops.
 PER_ELEMENT = {
     "adamw": {"mul": 7, "add": 4, "sub": 2, "div.rn": 2, "sqrt.rn": 1},
     "lion": {"mul": 6, "add": 3, "sub": 1},
@@ -339,7 +340,7 @@ def operations(
     ptx = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options}).asm["ptx"]
     if has_rows:
         wide = set(re.findall(r"(?:ld|st)\.global\S*", ptx))
-        numbers = {"ld.global.b64", "ld.global.b32"}  # of a table and a decision; all else has 16 bytes
+        numbers = {"ld.global.b64", "ld.global.b32"}  # loads of a table and a decision; all others have 16 bytes
         assert wide <= {*numbers, "ld.global.v4.b32", "st.global.v4.b32"}
     return Counter(re.findall(r"^\s+(?:@\S+ )?([a-z]+(?:\.[a-z0-9]+)*)\.f32\b", ptx, re.MULTILINE))
 
@@ -353,7 +354,7 @@ def test_machine_code_rounds_every_operation_to_nearest(
     found = operations(kernels, form, split_master, grad_dtype, has_rows=has_rows)
     # Without a modifier, these three also round to nearest; the others must state it.
     arithmetic = Counter({name: found[name] + found[f"{name}.rn"] for name in ("mul", "add", "sub")})
-    passing = ("mul", "add", "sub", "ld", "st", "mov", "setp", "selp", "neg")  # the last ones of these do not round
+    passing = ("mul", "add", "sub", "ld", "st", "mov", "setp", "selp", "neg")  # those after `sub` do not round
     others = {name for name in found if name.split(".")[0] not in passing}
     arithmetic.update({name: found[name] for name in others})
     assert not any("ftz" in name or "approx" in name for name in found), found
