@@ -1,5 +1,4 @@
-"""Whole copies of checkpoints, and runs that lose a drive: which copies are made, and which checkpoint a run resumes.
-"""
+"""Whole copies of checkpoints, and runs that lose a drive: which copies are made, and what a run resumes from."""
 
 from __future__ import annotations
 

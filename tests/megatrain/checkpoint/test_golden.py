@@ -113,7 +113,7 @@ def own_checkpoints(run: SavedRun) -> list[tuple[int | None, int]]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_exported(form: str, tmp_path: Path) -> None:
-    """All forms export the same bytes; blocks on drives are removed if a copy exists."""
+    """All forms export the same bytes. If a form has copies, its drive is removed first."""
     run, simplest = unpack(form, tmp_path), unpack("ram", tmp_path / "simplest")
     if form in WITH_COPIES:
         shutil.rmtree(run.folder / "drive")

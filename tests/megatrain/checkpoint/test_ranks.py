@@ -384,8 +384,7 @@ def _rank_process(folder: Path, meeting: Path, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int, tmp_path: Path) -> None:
-    """After each kill, the document names generations that are complete on all ranks, and no acknowledged step is lost.
-    """
+    """After each kill, the document names generations that are complete on all ranks. No acknowledged step is lost."""
     chance, size = random.Random(3), 2
     newest = 0
     for number in range(num_kills):

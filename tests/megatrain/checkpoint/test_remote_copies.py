@@ -299,7 +299,7 @@ def test_url_of_another_run_is_refused(run: SavedRun, url: str) -> None:
 
 
 def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run: SavedRun, url: str) -> None:
-    """The config is the same; the checkpoint holds only the adapters, which were trained on other weights."""
+    """The config is unchanged, but the checkpoint holds only adapters that were trained on other base weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     lora = {"more": '[lora]\nr = 2\ntarget_modules = ["q_proj"]\n'}
@@ -318,7 +318,7 @@ def test_two_processes_that_share_a_url(url: str) -> None:
     folder = RemoteFolder(url)
     made = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 0, 0, "a"),), copied("1"))
     folder.commit(made)
-    folder.commit(made)  # its answer was lost, so it was retried
+    folder.commit(made)  # a retry, as if the answer had been lost
     other = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 0, 0, "b"),), copied("2"))
     with pytest.raises(remote_folder.UrlInUseError, match="two runs share it"):
         folder.commit(other)
@@ -330,7 +330,7 @@ def test_the_best_and_the_newest_stay(url: str) -> None:
         part = remote_folder.RemotePart("", number, 0, 0, "a")
         folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), copied(str(number))))
     (folder_of(url) / "00000002-step-20/CHECKPOINT.json").write_bytes(b"{torn")
-    (folder_of(url) / "00000006-step-60").mkdir()  # begun by a living run
+    (folder_of(url) / "00000006-step-60").mkdir()  # an upload that a running process has begun
     folder.prune(2, 10)
     names = sorted(path.name for path in folder_of(url).iterdir())
     assert names == ["00000001-step-10", "00000004-step-40", "00000005-step-50", "00000006-step-60"]
@@ -352,7 +352,7 @@ def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, le
 
 
 def test_one_process_uploads_the_parts_of_former_ranks(tmp_path: Path, url: str) -> None:
-    """Two ranks saved while the URL was unreachable; one process resumes, and uploads the parts of both."""
+    """Two ranks saved checkpoints while the URL was unreachable. One process then uploads the parts of both ranks."""
     run = unpack("ranks", tmp_path)
     config = load_config(run.folder / "run.toml", overrides=[f'checkpoint.save_copy="{url}"']).config
     copier = remote_copier.RemoteCopier(resolve_checkpoint(config), print, 0, lambda item: [item])
@@ -367,7 +367,7 @@ def test_one_process_uploads_the_parts_of_former_ranks(tmp_path: Path, url: str)
 
 
 def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) -> None:
-    """The best checkpoint of a run survives the loss of the machine, and becomes its model as usual."""
+    """The best checkpoint survives the loss of the machine, and becomes the final model as usual."""
     more = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
 
     def config(out: str, steps: int, **tables: str) -> Path:
@@ -383,7 +383,7 @@ def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) ->
     result = run.call("run", config("out", 10, **to(url)), "--allow-config-change")
     assert result.exit_code == 0, result.output
     assert result.output.count("downloading the checkpoint") == 2 == len(before), result.output
-    # The newest is fetched last, so that it is also the newest here.
+    # The newest checkpoint is fetched last, so that it is also the newest on this machine.
     fetched = [int(step) for step in re.findall(r"downloading the checkpoint of step (\d+)", result.output)]
     assert fetched == [before[1].step, 8] and "continuing after step 8 of 10" in result.output
     assert "is gone" not in result.output and weights(run) == weights(run, "whole")
@@ -392,7 +392,7 @@ def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) ->
 def test_a_stop_while_the_url_is_away_saves_the_last_steps(
     run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training waits for a copy that cannot be made; on a stop request the newest steps are saved."""
+    """Training waits for a copy that cannot be made. A stop request ends the wait, and the last steps are saved."""
 
     def refuse(*arguments: Any) -> None:
         raise object_folder.RemoteError("the bucket went away")
@@ -477,7 +477,7 @@ def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
-    """A writer at the URL may choose any name; nothing outside of the fetched folder is written."""
+    """A writer at the URL can choose any object name, but nothing is written outside of the fetched folder."""
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1, "objects": {"../../escaped": [1, "00"]}}).encode()
     part = remote_folder.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())

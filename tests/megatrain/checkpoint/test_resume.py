@@ -1,4 +1,4 @@
-"""The start of a run, and the position of its data, after some input changed."""
+"""Resuming after the config, the data or the machine changed: what is refused, and where the data continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
 
 
 def train(run: SavedRun, *options: str, **config: Any) -> int:
-    """Continue training; return the step of the resumed checkpoint, or 0 without one."""
+    """Continue training, and return the step of the resumed checkpoint, or 0 if there is none."""
     result: Result = run.run(*options, **config)
     assert result.exit_code == 0, result.output
     found = re.search(r"continuing after step (\d+)", result.output)
@@ -62,7 +62,7 @@ def test_export_with_another_dtype_is_rewritten(run: SavedRun) -> None:
 
 @pytest.mark.parametrize("key", ["config_xxh3_64", "dtype", "device", "attention", "name", "class", "num_parameters"])
 def test_model_facts_that_alter_results(key: str, unbroken: SavedRun) -> None:
-    """This includes facts outside of the config: ``auto`` may select another kernel on another machine."""
+    """Some facts are not in the config: ``auto`` may select another kernel on another machine."""
     found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     now = {**found.state.model, key: "another"}
     changes = changes_from(found.state.config_toml, config)
@@ -85,7 +85,7 @@ EXCLUDE = "optimizer.weight_decay_exclude"
 
 
 def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) -> None:
-    """Only the decayed parameters count. Older checkpoints recorded only globs, with which no vector decayed."""
+    """Only the set of decayed parameters matters. Older checkpoints recorded only globs, when no vector decayed yet."""
     found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     plan = plan_run(resolve(config))
 
@@ -149,7 +149,7 @@ def test_other_data_alters_results(unbroken: SavedRun) -> None:
 
 
 def test_data_resumes_at_the_same_row_with_another_batch_size(run: SavedRun) -> None:
-    """Twelve rows are already used."""
+    """Six steps of two rows have already used twelve rows."""
     words = ("--set", "per_device_train_batch_size=1", "--allow-config-change")
     assert train(run, *words, steps=8) == 6
     found = epochs(run.out)

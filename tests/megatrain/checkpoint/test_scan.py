@@ -1,4 +1,4 @@
-"""Checkpoint scans, the order in which a run tries them, and removals by a save: with records and golden folders."""
+"""How checkpoints are found, in which order a run tries them, and which checkpoints a save removes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_one(number: int, saved_at: str) -> Checkpoint:
 
 
 def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
-    """Otherwise a copy that is older than all of them would come first, as if it were the newest."""
+    """Otherwise a copy that is older than all readable checkpoints would come first, as if it were the newest."""
     damaged, own = of_one(3, ""), of_one(2, "2026-02")
     for saved_at, place in (("2026-01", 2), ("2026-02", 2), ("2026-03", 1)):
         copy = of_one(1, saved_at)
@@ -42,10 +42,10 @@ def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
 
 
 def test_later_of_two_saves_in_one_second_resumes() -> None:
-    """A run of one process saves, and right after it a run of two, whose generations have other numbers."""
+    """One process saves, and right afterwards a run of two processes, whose generations have unrelated numbers."""
     state = make_state()
     first, second = (of_one(number, state.with_save_time().saved_at) for number in (2, 1))
-    of_before = of_one(3, first.saved_at[:19] + "+00:00")  # by a version that wrote whole seconds
+    of_before = of_one(3, first.saved_at[:19] + "+00:00")  # saved by a version that wrote whole seconds
     for own, others in (([first], [second]), ([second], [first])):
         assert merge_by_save(own, others) == [second, first]
     assert merge_by_save([of_before], [first]) == [first, of_before]
@@ -56,11 +56,12 @@ def counted(number: int, save_number: int, saved_at: str) -> Checkpoint:
 
 
 def test_save_number_takes_precedence_over_clocks() -> None:
-    """The clock was two hours ahead when step 6 was saved and copied; then it was set right."""
+    """The clock was two hours ahead during the third save and its copy, and was then corrected."""
     own = [counted(5, 5, "2026-11-28T10:02"), counted(4, 4, "2026-11-28T10:01"), counted(3, 3, "2026-11-28T12:00")]
     copy = replace(own[2], folder=Path("copies"))
     assert merge_by_save(own, [copy]) == [*own, copy]
-    # One process after two: the document of the ranks has the larger number and the later time, and is older.
+    # One process continued a run of ranks. The checkpoint of the ranks has a larger generation number and a later time,
+    # but is older.
     of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
     assert merge_by_save(own, [of_ranks]) == [*own, of_ranks] == merge_by_save([of_ranks], own)
     assert of_ranks.is_not_newer_than(own[2]) and not own[2].is_not_newer_than(of_ranks)
@@ -72,7 +73,7 @@ def test_saves_that_were_not_counted_come_before_counted_ones_in_order_of_time()
     new = counted(3, 1, "2020-01-01")
     between = replace(of_one(8, "2026-11-01T12"), folder=Path("copies"))
     assert merge_by_save([new, *old], [between]) == [new, old[0], between, old[1]]
-    # An older version continued the run: what it saved follows the last counted save.
+    # An older version continued the run. Its saves count as newer than the last counted save.
     after = of_one(4, "2019-01-01")
     copy = replace(new, folder=Path("copies"))
     assert merge_by_save([after, new, *old], [copy, between]) == [after, new, copy, old[0], between, old[1]]
@@ -82,7 +83,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, 0, lambda item: [item], 2, print)
     known = [of_one(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
     assert folder.newest(known, 2) == known[2:] and folder.newest(known, 0) == []
-    # Generation numbers identify the best: another checkpoint of several ranks may have the same number.
+    # The best checkpoint is identified by its generations, as a checkpoint of ranks may have the same number.
     folder.best = replace(known[0], folder=tmp_path, lanes=9)
     assert folder.newest(known, 2) == [known[0], *known[2:]] and folder.newest(known, 0) == known[:1]
     folder.best = replace(known[0], ranks=(RankGeneration("rank00000", 1, "0" * 16),))
@@ -91,7 +92,9 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_single_process_writer_lists_the_kept_checkpoints(keep: int, tmp_path: Path) -> None:
-    """It also knows the checkpoint that the next commit replaces: a copy of it must end first, even with keep = 1."""
+    """The writer also knows which checkpoint the next commit replaces, because a copy of this checkpoint must end
+    first.
+    """
     tiers = [RamTier(MiB, pin_memory=False)]
     with TieredStore(tiers, path=str(tmp_path), keep_generations=keep) as store:
         folder = CheckpointFolder(tmp_path, 0, lambda item: [item], keep, print)
@@ -123,7 +126,7 @@ def test_ranks_remove_checkpoints_of_an_earlier_single_process(tmp_path: Path) -
 
 
 def test_copy_size_includes_all_ranks(tmp_path: Path) -> None:
-    """Homes may differ between ranks: rank 1 has five bytes on drives, this one has one."""
+    """Homes may differ between ranks: rank 1 has five bytes on drives, and this rank has one."""
 
     class Group:
         def gather(self, item: object) -> list[object]:
@@ -143,7 +146,7 @@ def candidates_of(run: SavedRun) -> list[Checkpoint]:
 
 
 def test_missing_drive_of_one_rank_is_reported(tmp_path: Path) -> None:
-    """The drive may belong to another host: `ckpt` reports the missing path, and a run still tries the checkpoint."""
+    """The drive may belong to another host, so `ckpt` reports the missing path, and a run still tries the checkpoint."""
     run = unpack("ranks", tmp_path)
     gone = run.folder / "drive/rank00001"
     shutil.rmtree(gone)

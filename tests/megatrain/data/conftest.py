@@ -1,4 +1,4 @@
-"""Small real tokenizers: one of bytes (BPE, 1024 tokens), and one of words with a leading space, like Llama 2's."""
+"""Two small real tokenizers: a byte-level BPE with 1,024 tokens, and one with a space before each text, as in Llama 2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def word_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with Llama 2's rules: a space before every text, and bytes for characters without a token."""
+    """Write a tokenizer with Llama 2's rules, and return its file.
+
+    It puts a space before each text, and uses byte tokens for characters that have no token.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -39,6 +42,6 @@ def word_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.train_from_iterator([line.replace("\n", "") for line in TEXT.read_text().splitlines()[:400]], trainer)
     path = tmp_path_factory.mktemp("words") / "tokenizer.json"
     rules = json.loads(made.to_str())
-    rules["added_tokens"] = []  # bytes are in the vocabulary, they are not special
+    rules["added_tokens"] = []  # byte tokens are ordinary entries of the vocabulary, not special tokens
     path.write_text(json.dumps(rules))
     return path

@@ -23,7 +23,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having l
 
 @pytest.fixture
 def with_bos(tokenizer: Any) -> Any:
-    """A tokenizer that puts <s> before every text, as Llama's and Gemma's do."""
+    """Return a tokenizer that puts <s> before every text, as those of Llama and Gemma do."""
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
@@ -43,7 +43,7 @@ def test_every_piece_of_a_text_begins_with_it(with_bos: Any) -> None:
     dataset = encode(with_bos, Document(TEXT, "a.txt"))
     pieces = documents(dataset)
     bos, eos = with_bos.bos_token_id, with_bos.eos_token_id
-    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 1  # and its end
+    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 1  # and the end token
     assert len(pieces) == -(-num_tokens // (LENGTH - 1)) > 3
     assert all(tokens[0] == bos and bos not in tokens[1:] for tokens, _ in pieces)
     assert {len(tokens) for tokens, _ in pieces[:-1]} == {LENGTH}
@@ -53,7 +53,7 @@ def test_every_piece_of_a_text_begins_with_it(with_bos: Any) -> None:
     ]  # fmt: skip
     first, *later = (trained for _, trained in pieces)
     assert first == [False] + [True] * (LENGTH - 1)  # <bos> predicts how a text begins
-    assert all(trained == [False, False] + [True] * (len(trained) - 2) for trained in later)  # and no middle of one
+    assert all(trained == [False, False] + [True] * (len(trained) - 2) for trained in later)  # but not its middle
     assert dataset.report.num_tokens == sum(len(tokens) for tokens, _ in pieces)
     assert dataset.report.num_trained_tokens == sum(sum(trained) for _, trained in pieces)
     assert dataset.begins_row.tolist() == [True] + [False] * (len(pieces) - 1)
@@ -89,7 +89,7 @@ def test_text_is_only_split_without_a_bos_tokenizer(tokenizer: Any) -> None:
 @pytest.mark.parametrize("max_length", [1024, 3, 2])
 def test_pieces_of_any_length(max_length: int, with_bos: Any) -> None:
     dataset = encode_rows([Document(TEXT, "a.txt")], RowEncoder(with_bos), max_length=max_length)
-    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 2  # between its begin and its end
+    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 2  # with its start and end tokens
     assert int(dataset.lengths().max()) == min(max_length, num_tokens)
     begins = [tokens[0] == with_bos.bos_token_id for tokens, _ in documents(dataset)]
     assert all(begins) or max_length == 2  # only <bos> and one untrained token fit

@@ -1,4 +1,4 @@
-"""Prompts and completions are trained verbatim, at any border between them."""
+"""Prompts and completions are tokenized verbatim, wherever the border between them is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.megatrain.data.conftest import TOKENIZER
 
 @pytest.fixture
 def words(word_tokenizer_file: Path) -> Any:
-    """A tokenizer with Llama 2's rules and its special tokens: every text begins with ``<s>``."""
+    """Return a tokenizer with the rules and special tokens of Llama 2, which begins every text with ``<s>``."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -36,7 +36,7 @@ def trained_text(tokenizer: Any, encoded: TokenizedRow) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(shown)).replace("\u2581", " ")
 
 
-#: Prompt, completion, and the text of the trained tokens: every token with a character of the completion.
+#: Prompt, completion, and the text of the trained tokens, that is, of all tokens with a character of the completion.
 BORDERS = [
     ("Answer: ", "the", " the</s>"),
     ("Answer:", " yes", " yes</s>"),
@@ -74,7 +74,8 @@ def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) 
     encoded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion(prompt, completion, "x"))
     assert tokenizer.decode(encoded.tokens) == f"{prompt}{completion}<|endoftext|>"
     encoded = encode_row(RowEncoder(tokenizer), PromptCompletion(prompt, completion, "x"))
-    # By hand, from bytes: this tokenizer writes every byte, so sizes of decoded tokens are places in the text.
+    # The expected mask is made by hand: this tokenizer keeps every byte, so the tokens' sizes give their places in the
+    # text.
     sizes = [len(bytes_of(tokenizer, token)) for token in encoded.tokens[:-1]]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     expected = [end > len(prompt.encode()) for end in ends]
@@ -87,7 +88,7 @@ def bytes_of(tokenizer: Any, token: int) -> str:
 
 
 def test_white_space_at_the_end_of_a_token_before_the_completion_is_trained() -> None:
-    """The token of the mark before it contains the newline, which its offsets omit."""
+    """The token of the colon before the completion contains the newline, but its offsets omit the newline."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocab = {token: number for number, token in enumerate(["a", ":", "\u010a", ":\u010a", "b", "<end>"])}

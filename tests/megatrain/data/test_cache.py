@@ -1,4 +1,4 @@
-"""The cache of tokens: found by content, complete or absent, shared by processes, bounded; it changes no result."""
+"""The token cache: entries are found by content, complete or absent, shared by processes, and limited in total size."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_file_that_was_just_written_is_read_each_time(tmp_path: Path) -> None:
     stamp = path.stat()
     first = TokenCache(folder).file_checksum(path)
     path.write_text("two")
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # a clock too coarse to distinguish them
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as with a clock that is too coarse to tell them apart
     assert TokenCache(folder).file_checksum(path) != first
     os.utime(path, (1_000_000_000, 1_000_000_000))
     assert TokenCache(folder).file_checksum(path) == TokenCache(folder).file_checksum(path)
@@ -186,7 +186,7 @@ def test_refused_data_leaves_no_cache_entry(data: Path, tmp_path: Path) -> None:
 def test_files_of_an_entry_are_flushed_before_its_name_exists(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut must not leave an entry whose files have the right sizes and no contents."""
+    """A power cut must not leave an entry with files of the right sizes but without contents."""
     flushed: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -306,7 +306,7 @@ def test_cache_is_bounded_and_evicts_the_oldest(data: Path, tmp_path: Path) -> N
     load(make_config(data, folder, overlong="drop", max_cache_size=limit))
     assert first in entries(folder)
     assert other not in entries(folder)
-    assert int(second.tokens.sum()) > 0  # processes that map it keep it
+    assert int(second.tokens.sum()) > 0  # a process that has mapped the entry can still read it
 
 
 def test_too_small_cache_limit_is_refused(data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""packing = "concat": texts joined with end of text between them, cut to full rows, nothing lost."""
+"""packing = "concat": texts are joined with end tokens between them, and cut into full rows."""
 
 from __future__ import annotations
 

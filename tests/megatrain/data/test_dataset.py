@@ -1,4 +1,4 @@
-"""From a config to tokens: several sources, tokenizers that cannot be opened, rows that a task refuses."""
+"""From a config to tokens: several sources, unusable tokenizers, and rows that a task refuses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_pretraining_takes_text_only(files: Path, tokenizer: Any) -> None:
 def test_sources_are_read_once_unless_a_checksum_is_needed(
     files: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a cache, a checksum reads a source a second time. Only a run that saves needs it."""
+    """Without a cache, computing a checksum reads a source a second time. Only a run that saves needs the checksum."""
     read: list[Path] = []
     monkeypatch.setattr("megatrain.data.dataset.read_checksum", lambda file: str(read.append(file)))
     config = load_config(write_config(files, "sft", "a.txt"), overrides=["data.cache_dir=none"]).config

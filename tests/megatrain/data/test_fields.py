@@ -123,10 +123,10 @@ def test_messages_that_a_template_skips_are_named(tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "deepseek_v3"])
 def test_tool_templates_render_all_parts(tokenizer: Any, name: str) -> None:
     encoder = RowEncoder(template(tokenizer, name))
-    rows = [row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL])] * 2  # the first proves the field, the second its text
+    rows = [row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL])] * 2  # the first row shows which fields appear
     for encoded in encoder.encode_many(rows):
         assert not isinstance(encoded, RowError), encoded
-        # Three of them show a row's tools never, by a fixed line, or only before a last question.
+        # Three templates omit the tools: one always, one except for a fixed line, and one unless a question comes last.
         assert encoded.omitted_fields == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
 
 

@@ -1,4 +1,4 @@
-"""``data.val_size``: whole rows withheld from training, the same ones every time, and never trained on."""
+"""``data.val_size`` withholds whole rows from training, and always the same rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
 
 def dataset_of(pieces: list[int], weights: tuple[float, ...] = (), bounds: tuple[int, ...] = ()) -> TokenDataset:
-    """Rows of one or more documents, each of 4 tokens; every token of document n is n + 1."""
+    """Return a dataset of rows with one or more documents of 4 tokens. Every token of document n is n + 1."""
     count = sum(pieces)
     tokens = np.repeat(np.arange(1, count + 1, dtype=np.int32), 4)
     trained = np.tile([False, True, True, True], count)

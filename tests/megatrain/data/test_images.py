@@ -1,4 +1,4 @@
-"""Rows with images: every way to name one gives the same tokens and pixels; unusable rows get a message."""
+"""Rows with images: every way to name an image gives the same tokens and pixels, and unusable rows get a message."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_images_are_never_trained_and_never_cut(model: Path, tmp_path: Path) -> 
     image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     places = [at for at, token in enumerate(whole.tokens[: whole.starts[1]]) if token == image]
     assert places and not whole.trained[places].any() and whole.trained[: whole.starts[1]].any()
-    # Cut within the image: dropped, with the reason. Cut after it: the image stays.
+    # A row that is cut within the image is dropped with the reason. A row that is cut after the image keeps it.
     cut = load_dataset(spec(path, model, train_on="all", max_length=places[-1], bad_rows="drop"), tokenizer)
     assert len(cut) == 1 and not cut.document_images(0)
     assert "1 row dropped: data.max_length would truncate it within an image" in str(cut.report)
@@ -222,7 +222,7 @@ def test_missing_processor_and_missing_pillow_are_reported(
 
 
 def test_a_processor_that_asks_for_torchvision_is_opened_without_it(tmp_path: Path) -> None:
-    """Its image processor names torchvision, so the processor does too; Pillow's image processor replaces it."""
+    """The image processor of this model needs torchvision. It is replaced by the image processor for Pillow."""
     folder = make_folder("mistral3", tmp_path)
     example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).make_example(2)
     assert example["pixel_values"].isfinite().all() and len(example["image_sizes"]) % 2 == 0

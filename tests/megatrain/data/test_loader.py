@@ -1,4 +1,4 @@
-"""Batches: right shapes, masks and counts; the same order for the same seed and position."""
+"""Batches have the right shapes, masks and counts, and the same order for the same seed and position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAD = 0
 
 
 def dataset_of(lengths: list[int]) -> TokenDataset:
-    """Documents whose tokens are 1, 2, 3 ... through the whole dataset; every second one is trained."""
+    """Return documents whose tokens count up from 1 through the dataset. Even tokens are trained, except first tokens."""
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(1, starts[-1] + 1, dtype=np.int32)
     trained = tokens % 2 == 0
@@ -139,7 +139,10 @@ def test_seed_decides_and_epochs_differ() -> None:
     ],
 )
 def test_row_order_is_stable_across_versions(packing: bool, expected: list[list[int]]) -> None:
-    """The first token of each row. If an upgrade changed the order, a resumed run would see some documents twice."""
+    """The expected numbers are the first token of each row.
+
+    If a new version changed the order, a resumed run would see some documents twice.
+    """
     loader = make_loader(dataset_of([9, 5, 7, 3, 8, 6, 4, 2]), packing=packing, seed=7, rows=1, count=1)
     found = [[int(step.micro_batches[0]["input_ids"][0, 0]) for step in epoch_of(loader)] for _ in expected]
     assert found == expected
@@ -156,7 +159,7 @@ def test_num_steps() -> None:
 
 
 def test_packed_documents_do_not_see_each_other(tokenizer: Any) -> None:
-    """Hugging Face separates packed documents by positions: each document's logits equal its logits alone."""
+    """Hugging Face models separate packed documents by positions, so a document's logits are as if it were alone."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,

@@ -1,4 +1,4 @@
-"""Dropped or cut rows and tokens are counted for each source, warned of, and refused above a share."""
+"""Dropped or cut rows and tokens are counted per source. A large share causes a warning, and a larger share an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_dropped_overlong_rows_count_all_their_tokens(tmp_path: Path, tokenizer:
 
 def test_pieces_of_text_are_no_loss(tmp_path: Path, tokenizer: Any) -> None:
     (counts,) = load(tmp_path, tokenizer, [{"text": "Call me Ishmael. " * 200}, {"text": ""}])[1].sources
-    num_tokens = len(tokenizer("Call me Ishmael. " * 200)["input_ids"]) + 1  # and the end
+    num_tokens = len(tokenizer("Call me Ishmael. " * 200)["input_ids"]) + 1  # and the end token
     assert (counts.num_rows_lost, counts.num_tokens_lost, counts.num_tokens) == (1, 0, num_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Files as spreadsheets, downloads and other tools write them: other names, separators and folders of the same rows."""
+"""Files as spreadsheets, downloads and other tools write them, with unusual column names, separators and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing keeps every document whole, exactly once, and wastes little."""
+"""Packing puts every document as a whole into exactly one row, and leaves little space unused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=200)
 
 
 def pack(lengths: list[int], capacity: int, *, window: int = WINDOW_SIZE) -> list[list[int]]:
-    """Return the documents of each row, packed in an order that is not by number."""
+    """Pack documents of these lengths, numbered in reverse. Return the indexes of each row's lengths."""
     documents = np.arange(len(lengths), dtype=np.int64)[::-1]
     sizes = np.array(lengths, dtype=np.int64)
     table = pack_documents(documents, sizes, capacity, window=window)

@@ -1,4 +1,4 @@
-"""Rows of preferences: every way to write them, their errors, and their handling."""
+"""Preference data: every way to write the rows, their errors, and the batches that are made of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOOD, BAD = {"role": "assistant", "content": "Ahab."}, {"role": "assistant", "co
 THEIRS = [{"from": "human", "value": "Who?"}]
 GPT = {"from": "gpt", "value": "Ahab."}, {"from": "gpt", "value": "Bob."}
 
-#: Rows of two answers "Ahab." and "Bob." to "Who?".
+#: Rows that prefer the answer "Ahab." to the answer "Bob.", for the prompt "Who?".
 CHATS: dict[str, dict[str, Any]] = {
     "TRL": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
     "TRL, implicit": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},

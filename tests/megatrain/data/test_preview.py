@@ -1,4 +1,4 @@
-"""Previews show exactly the trained tokens; the figures of the data match the batches."""
+"""Previews show exactly the trained tokens, and the statistics of the data match the batches."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_overlong_rows_are_marked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [{}, {"train_batch_tokens": 4 * 32}], ids=["rows", "tokens"])
 def test_padding_matches_real_micro_batches(tmp_path: Path, batch: dict[str, int]) -> None:
-    """This includes a config with tokens per step, which the planner cuts. The rows are sorted by length on purpose."""
+    """A step may be set in tokens, which the planner cuts into micro-batches. The rows are sorted by length on purpose."""
     rows = [{"text": "The whale " * count} for count in (1, 1, 1, 1, 2, 2, 6, 6, 6, 9, 9, 9)]
     config = make_config(tmp_path, rows, packing=False, max_length=32)
     config = config.model_copy(

@@ -1,4 +1,4 @@
-"""A new kind of rows is one object: encoding, previews, cache keys, batches and counts use only it."""
+"""A new kind of rows is one object. Encoding, previews, cache keys, batches and counts need nothing else."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _read(fields: RowFields) -> RankedRow:
 
 
 class RankedRows(RowKind):
-    """Three documents for each row, which share a micro-batch."""
+    """Kind of rows with three documents each, which share a micro-batch."""
 
     key_name = "ranked"
     reader = RowReader("ranked", "rows of ranked answers", _read, ("prompt", "answers"))
@@ -111,7 +111,7 @@ class RankedRows(RowKind):
 
 @pytest.fixture
 def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RowKind:
-    """The kind of the rows of task = "sft" in this test, which cannot be packed."""
+    """Make task = "sft" train on ranked rows, which cannot be packed, and return their kind."""
     monkeypatch.chdir(tmp_path)
     module = ModuleType("megatrain.data.ranked_rows")
     module.RANKED = kind = RankedRows()  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RowKind:
 
 
 def problem_of(line: str, table: str) -> str:
-    """Return the only problem of a config with one more line in a table."""
+    """Add a line to a table of the config, and return the only problem of the config."""
     Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART).replace(table, f"{table}\n{line}"))
     with pytest.raises(ConfigError) as caught:
         load_config("run.toml")

@@ -1,4 +1,4 @@
-"""Scores on disk: each document is read back as written, whatever the sizes of parts and row groups."""
+"""Scores on disk are read back as they were written, for any sizes of parts and row groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.data.scores import DocumentScores, ScoreFolder, ScoreKind, Teache
 
 Format = Literal["parquet", "zarr"]
 K, VOCAB = 3, 50
-#: Tokens of the documents of two parts; one document has no scored token.
+#: Number of scored tokens of each document, in two parts. One document has none.
 PARTS = ([4, 1, 0, 7, 2], [3, 5, 1, 1, 1, 9, 2, 6, 1, 4, 2])
 
 

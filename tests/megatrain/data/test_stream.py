@@ -1,4 +1,4 @@
-"""Streamed rows: the same bits as rows read whole, from any step on, in the proportions of the weights."""
+"""Streamed rows equal rows that are read at once, from any step on, in the proportions of the weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ START = LoaderPosition()
 
 
 def texts(count: int, name: str = "") -> list[str]:
-    """Different texts of one to twenty words; some are longer than a row."""
+    """Return different texts with a number and one to twenty words. Some texts are longer than a row."""
     rng = random.Random(count)
     return [f"{name}{number} " + " ".join(rng.choices(WORDS, k=rng.randint(1, 20))) for number in range(count)]
 
@@ -92,7 +92,7 @@ def take(loader: BatchLoader, count: int) -> list[Any]:
 
 
 def rows_whole(tokenizer: Any, rows: Sequence[str], per_shard: int, window: int, *, packing: bool) -> list[list[int]]:
-    """Return the rows of the batches of the first turn, as tokens, built by hand from the rows read whole."""
+    """Build the batches' rows for the first pass over the source by hand, from all rows. Return each row's tokens."""
     num_shards = -(-len(rows) // per_shard)
     order = np.random.default_rng((SEED, 4, 0, 0)).permutation(num_shards)
     drawn = [row for shard in order for row in rows[shard * per_shard : (shard + 1) * per_shard]]
@@ -150,7 +150,7 @@ def test_every_row_once_before_any_twice(tokenizer: Any, tmp_path: Path, monkeyp
 def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window reads ahead of the steps: three turns of a source are in one window here."""
+    """A window is read ahead of the steps. Here, one window holds three passes over the source."""
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 30)
     write(tmp_path / "shards", "jsonl", [f"{number} sea" for number in range(10)], per_shard=3)
     said: list[str] = []
@@ -166,7 +166,7 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
 def test_blank_lines_are_no_rows(tmp_path: Path, kind: str) -> None:
-    """A cursor counts rows: from each row on, exactly the rest is read, with its line number in the file."""
+    """A cursor counts rows, not lines. From each row on, exactly the remaining rows are read, with their line numbers."""
     lines = ["", '{"text": "a"}', "", "  ", '{"text": "b"}', '{"text": "c"}', "\t", '{"text": "d"}', ""]
     content = "\n".join(lines).encode()
     if kind == "gz":
@@ -193,7 +193,9 @@ def _documents(loader: BatchLoader, count: int) -> list[tuple[int, list[int]]]:
 def test_stream_cursor_resumes_exactly(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool | str
 ) -> None:
-    """Resumes from every step, across ends of windows, shards and sources, and changes of weights."""
+    """The stream resumes from several steps, across the ends of windows, shards and sources, and across changes of
+    weights.
+    """
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 16)
     write(tmp_path / "a", "parquet", texts(30, "a"))
     write(tmp_path / "b", "zst", texts(9, "b"), per_shard=4)
@@ -216,9 +218,9 @@ def test_stream_cursor_resumes_exactly(
 def test_weights_follow_their_schedule(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """The shares of the rows are within one row of the weights, and change at the exact step.
+    """The sources' shares of rows are within one row of the weights, and change at the exact step.
 
-    Windows of most sizes begin inside a step of eight rows.
+    Windows of 29 and 13 rows begin within a step of eight rows.
     """
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", window)
     for name in "abc":
@@ -249,7 +251,7 @@ def test_weights_follow_their_schedule(
 
 
 class CountingFiles(MemoryFileSystem):
-    """Objects in RAM; records which are opened, and fails as a server would."""
+    """File system in RAM that records which files are opened, and can fail as a server would."""
 
     protocol = "counted"
     store: ClassVar[dict[str, Any]] = {}
@@ -271,7 +273,7 @@ class CountingFiles(MemoryFileSystem):
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CountingFiles]:
-    """Fifty shards of eight rows at counted://rows."""
+    """Write fifty shards of eight rows to counted://rows, and return their file system."""
     fsspec.register_implementation("counted", CountingFiles, clobber=True)
     write(tmp_path / "shards", "jsonl", texts(400), per_shard=8)
     CountingFiles.store.clear()
@@ -308,7 +310,7 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
 def test_failing_server_is_retried(tokenizer: Any, counted: type[CountingFiles]) -> None:
     undisturbed = loader_of(tokenizer, {"path": "counted://rows"})
     expected = take(undisturbed, 3)
-    wait_for_windows()  # so that no thread takes one of the failures
+    wait_for_windows()  # so that no other thread uses up one of the failures
     counted.num_failures = 3
     said: list[str] = []
     assert take(loader_of(tokenizer, {"path": "counted://rows"}, said=said), 3) == expected
@@ -353,7 +355,7 @@ def test_unreadable_shards_are_named(
 
 
 def test_rows_that_cannot_be_trained(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are dropped and counted; if they exceed the config's limit, the run ends with a message."""
+    """Such rows are dropped and counted. If there are more than the config allows, the run ends with an error."""
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 20)
     folder = tmp_path / "a"
     folder.mkdir()
@@ -370,7 +372,7 @@ def test_rows_that_cannot_be_trained(tokenizer: Any, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_sources_that_cannot_be_read_are_listed(tmp_path: Path, streaming: bool) -> None:
-    """The refusal that lists them has other lines, which an error would hide."""
+    """Unreadable sources do not raise an error, because an error would hide the other changed sources."""
     (tmp_path / "a.jsonl").write_text('{"text": "sea"}\n')
     (tmp_path / "file").touch()
     paths = [str(tmp_path / "gone"), str(tmp_path / "a.jsonl")]

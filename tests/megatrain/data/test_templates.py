@@ -1,7 +1,7 @@
 """For the chat templates of 36 families, the trained tokens decode to exactly the assistant's turns and their ends.
 
-The templates under tests/data are written for this project after the published layouts of the families: the same
-special tokens, roles, white space, refusals and rewriting, with less prose.
+The templates in tests/data were written for this project, after the families' published templates. They have the same
+special tokens, roles, white space, refusals and rewriting, but less prose.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MakeTokenizer = Callable[[str], Any]
 
 
 def facts(family: str) -> dict[str, str]:
-    """Return the facts in the comment at the top of a template."""
+    """Return the keys and values in the comment at the top of a template."""
     text = (FOLDER / f"{family}.jinja").read_text(encoding="utf-8")
     lines = text.split("-#}")[0].splitlines()[1:]
     return {key: value.replace("\\n", "\n") for key, _, value in (line.partition(": ") for line in lines)}
@@ -135,7 +135,7 @@ def test_tokens_match_the_chat_template(make_tokenizer: MakeTokenizer, family: s
     encoded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in TURNS], tokenize=False)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    cut = encoded.tokens if encoded.tokens == whole else encoded.tokens[:-1]  # an end that the template leaves out
+    cut = encoded.tokens if encoded.tokens == whole else encoded.tokens[:-1]  # drop an added end token
     assert whole[: len(cut)] == cut
     assert not tokenizer.decode(whole[len(cut) :]).strip()
 

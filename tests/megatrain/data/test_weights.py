@@ -1,4 +1,4 @@
-"""Sources with weights: the number of their documents in an epoch, chosen by the seed, part of the fingerprint."""
+"""Weights of sources decide how many of their documents an epoch has, and are part of the fingerprint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
 
 def dataset_of(sizes: list[int], weights: tuple[float, ...]) -> TokenDataset:
-    """Documents of 4 tokens each; every token of document n is n + 1."""
+    """Return a dataset of documents with 4 tokens each. Every token of document n is n + 1."""
     count = sum(sizes)
     tokens = np.repeat(np.arange(1, count + 1, dtype=np.int32), 4)
     trained = np.tile([False, True, True, True], count)

@@ -160,7 +160,7 @@ def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) 
 
     whole = make("Wan")
     whole.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
-    with accelerate.init_empty_weights():  # only parameters are left out; buffers, which are in no file, get their values
+    with accelerate.init_empty_weights():  # only parameters are left out; buffers, which are in no file, are made
         model = diffusers.WanTransformer3DModel.from_config(
             diffusers.WanTransformer3DModel.load_config(tmp_path / "whole")
         )

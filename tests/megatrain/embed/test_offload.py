@@ -64,8 +64,7 @@ def test_outputs_gradients_and_weights_match_a_plain_module(name: str, homes: st
 @pytest.mark.parametrize("name", ["encoder", "tied", "checkpoint", "rooted"])
 @pytest.mark.parametrize("homes", list(HOMES))
 def test_bf16(name: str, homes: str, tmp_path: Path) -> None:
-    """With one micro-batch per step, results are bit-identical to plain bf16. The next test uses several micro-batches.
-    """
+    """With one micro-batch per step, results are bit-identical to plain bf16. The next test uses several micro-batches."""
     plain, module = pair_of(lambda: ZOO[name]().bfloat16())
     with small_store(tmp_path) as store:
         megatrain.offload(module, store, **HOMES[homes])

@@ -463,8 +463,7 @@ def test_weights_of_one_block_have_separate_rates_and_steps(
 
 
 def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
-    """A change through ``data`` keeps the gradient's tensor and version counter, but the next step still measures it.
-    """
+    """A change through ``data`` keeps the gradient's tensor and version counter, but the next step still measures it."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)

@@ -78,8 +78,7 @@ def test_two_ranks_and_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
-    """Compare both ranks with one process. A rank's state covers only its shard, about half of nearly every parameter.
-    """
+    """Compare both ranks with one process. A rank's state covers only its shard, about half of nearly every parameter."""
     module = make(CASES[case][0])
     with megatrain.open_store(ram="8MiB") as store:
         optimizer = optimizer_of(module, case, store)

@@ -94,8 +94,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | None]) -> None:
-    """Later products need not parse the setting again. Nested contexts for deterministic kernels know that it was read.
-    """
+    """Later products need not parse the setting again. Nested contexts for deterministic kernels know that it was read."""
     megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
         with consume_cublas_setting(CUDA):

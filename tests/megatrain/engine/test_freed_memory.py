@@ -75,8 +75,7 @@ def test_freed_tensors_leave_the_process() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_memory_is_kept_if_the_next_op_fits() -> None:
-    """With 128 MiB of freed tensors and a limit of 192 MiB, an op of 32 MiB keeps them, and an op of 128 MiB does not.
-    """
+    """With 128 MiB of freed tensors and a limit of 192 MiB, an op of 32 MiB keeps them, and an op of 128 MiB does not."""
     before_none, before_small, before_large, _ = run("before an op", room=192)
     assert before_large < 8 < 64 < before_small == before_none
 

@@ -87,8 +87,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
 
 
 def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
-    """A layer that reads its router's choice waits within the layer. The engine cannot answer this read from the host.
-    """
+    """A layer that reads its router's choice waits within the layer. The engine cannot answer this read from the host."""
     runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
     with counted_waits() as waits:
         runner.queue(padded_batches())

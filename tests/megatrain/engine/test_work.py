@@ -104,7 +104,7 @@ def test_head_work_is_extrapolated_from_its_first_pieces() -> None:
     )
     assert many.launches == 3 * few.launches
     assert many.product_flops == 3 * few.product_flops
-    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # the zeros of a whole gradient do not grow
+    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # a whole gradient starts as zeros
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
