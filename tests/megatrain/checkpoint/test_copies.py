@@ -87,9 +87,7 @@ def test_copies_follow_the_checkpoint_limit(run: SavedRun, copied_at_once: None)
 
 
 def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> None:
-    """A copy of generation 5 exists, but all checkpoints were removed. The next checkpoint is generation 1, and is
-    copied.
-    """
+    """A copy of generation 5 exists, but all checkpoints were removed. The next checkpoint, generation 1, is copied."""
     table = CheckpointConfig(save_total_limit=1, save_copy=True, min_free_disk="0B")
     spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
 
@@ -376,9 +374,7 @@ def test_folders_outside_a_copy_are_named_by_every_command(run: SavedRun, tmp_pa
 
 
 def test_a_copy_next_to_the_drives_of_another_run(run: SavedRun, tmp_path: Path) -> None:
-    """Both runs have folders and blocks with the same names. The copied run still reads blocks from the recorded
-    drives.
-    """
+    """Both runs have folders and blocks of the same names. The copied run still reads from the recorded drives."""
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     other = run.copy(tmp_path / "other")
     for name in ("one", "two", run.out.name):

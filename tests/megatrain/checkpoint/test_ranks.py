@@ -193,9 +193,7 @@ def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: 
 
 
 def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:
-    """If only one rank has committed the next generation, the document stays, and the next start resumes its
-    checkpoint.
-    """
+    """If only one rank has the next generation, the document stays, and the next start resumes its checkpoint."""
     (before,) = write(tmp_path, 2, [1])
     with rank_store(tmp_path, 0, 2) as store:
         store.load(before.ranks[0].generation)

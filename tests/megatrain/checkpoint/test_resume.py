@@ -85,7 +85,9 @@ EXCLUDE = "optimizer.weight_decay_exclude"
 
 
 def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) -> None:
-    """Only the set of decayed parameters matters. Older checkpoints recorded only globs, when no vector decayed yet."""
+    """Only the set of decayed parameters matters. Older checkpoints recorded only globs; at that time, no vector
+    decayed.
+    """
     found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     plan = plan_run(resolve(config))
 

@@ -42,7 +42,7 @@ def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
 
 
 def test_later_of_two_saves_in_one_second_resumes() -> None:
-    """One process saves, and right afterwards a run of two processes, whose generations have unrelated numbers."""
+    """One process saves. Right afterwards, a run of two processes saves, with unrelated generation numbers."""
     state = make_state()
     first, second = (of_one(number, state.with_save_time().saved_at) for number in (2, 1))
     of_before = of_one(3, first.saved_at[:19] + "+00:00")  # saved by a version that wrote whole seconds
@@ -92,9 +92,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_single_process_writer_lists_the_kept_checkpoints(keep: int, tmp_path: Path) -> None:
-    """The writer also knows which checkpoint the next commit replaces, because a copy of this checkpoint must end
-    first.
-    """
+    """The writer also knows which checkpoint the next commit replaces, because a copy of it must end first."""
     tiers = [RamTier(MiB, pin_memory=False)]
     with TieredStore(tiers, path=str(tmp_path), keep_generations=keep) as store:
         folder = CheckpointFolder(tmp_path, 0, lambda item: [item], keep, print)
@@ -146,7 +144,7 @@ def candidates_of(run: SavedRun) -> list[Checkpoint]:
 
 
 def test_missing_drive_of_one_rank_is_reported(tmp_path: Path) -> None:
-    """The drive may belong to another host, so `ckpt` reports the missing path, and a run still tries the checkpoint."""
+    """The drive may belong to another host: `ckpt` reports the missing path, and a run still tries the checkpoint."""
     run = unpack("ranks", tmp_path)
     gone = run.folder / "drive/rank00001"
     shutil.rmtree(gone)

@@ -1,4 +1,4 @@
-"""Two small real tokenizers: a byte-level BPE with 1,024 tokens, and one with a space before each text, as in Llama 2."""
+"""Two small real tokenizers: a byte-level BPE of 1,024 tokens, and one that puts a space before each text."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PAD = 0
 
 
 def dataset_of(lengths: list[int]) -> TokenDataset:
-    """Return documents whose tokens count up from 1 through the dataset. Even tokens are trained, except first tokens."""
+    """Return documents whose tokens count up from 1 through the dataset. Even tokens are trained, except first ones."""
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(1, starts[-1] + 1, dtype=np.int32)
     trained = tokens % 2 == 0

@@ -1,4 +1,4 @@
-"""Dropped or cut rows and tokens are counted per source. A large share causes a warning, and a larger share an error."""
+"""Dropped or cut rows and tokens are counted per source. Too many cause a warning, and even more an error."""
 
 from __future__ import annotations
 

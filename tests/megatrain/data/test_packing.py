@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=200)
 
 
 def pack(lengths: list[int], capacity: int, *, window: int = WINDOW_SIZE) -> list[list[int]]:
-    """Pack documents of these lengths, numbered in reverse. Return the indexes of each row's lengths."""
+    """Pack documents that are numbered in reverse. Return each row's documents, as indexes into ``lengths``."""
     documents = np.arange(len(lengths), dtype=np.int64)[::-1]
     sizes = np.array(lengths, dtype=np.int64)
     table = pack_documents(documents, sizes, capacity, window=window)

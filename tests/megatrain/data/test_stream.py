@@ -166,7 +166,7 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
 def test_blank_lines_are_no_rows(tmp_path: Path, kind: str) -> None:
-    """A cursor counts rows, not lines. From each row on, exactly the remaining rows are read, with their line numbers."""
+    """A cursor counts rows, not lines. From each row on, all remaining rows are read, with their line numbers."""
     lines = ["", '{"text": "a"}', "", "  ", '{"text": "b"}', '{"text": "c"}', "\t", '{"text": "d"}', ""]
     content = "\n".join(lines).encode()
     if kind == "gz":
@@ -193,9 +193,7 @@ def _documents(loader: BatchLoader, count: int) -> list[tuple[int, list[int]]]:
 def test_stream_cursor_resumes_exactly(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool | str
 ) -> None:
-    """The stream resumes from several steps, across the ends of windows, shards and sources, and across changes of
-    weights.
-    """
+    """The stream resumes from several steps, across ends of windows, shards and sources, and changes of weights."""
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 16)
     write(tmp_path / "a", "parquet", texts(30, "a"))
     write(tmp_path / "b", "zst", texts(9, "b"), per_shard=4)

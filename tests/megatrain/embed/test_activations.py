@@ -1,6 +1,4 @@
-"""``offload_activations``: gradients are bit-identical to plain PyTorch's for any saved tensors, within the memory
-limits.
-"""
+"""``offload_activations``: gradients are bit-identical to plain PyTorch's, and memory stays within its limits."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def gradients(parameters: list[Tensor], step: Step, context: offload_activations
 
 
 def saved_storages(step: Step, stays: Iterable[Tensor]) -> list[int]:
-    """Return the size in bytes of each storage that plain PyTorch saves for the backward, except the storages of
-    ``stays``.
-    """
+    """Return the size in bytes of each storage that plain PyTorch saves for the backward, except those of ``stays``."""
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -179,7 +175,7 @@ def test_language_model_gradients_match_bitwise(store: TieredStore, tmp_path: Pa
     for _ in range(2):
         assert_same_bits(gradients(parameters, step, activations), expected)
     stats = activations.stats()
-    # q, k and v save the same input, and so do gate and up. In two steps, each of four layers avoids at least three
+    # q, k and v save the same input, and so do gate and up. In two steps, each of four layers avoids three or more
     # copies.
     hidden_bytes = tokens.numel() * model.config.hidden_size * 4
     assert 2 * 4 * 3 * hidden_bytes <= stats.deduplicated_bytes < 2 * 4 * 10 * hidden_bytes
@@ -512,8 +508,7 @@ def test_the_graph_keeps_no_memory_and_no_tier_more_than_it_has(tmp_path: Path) 
         tiers = store.stats().tiers
         assert 2 * x.nbytes <= tiers["ram"].high_water_bytes <= 3 * x.nbytes
         assert tiers["nvme"].high_water_bytes == 13 * x.nbytes
-        # RAM holds three tensors. The backward first reads the tensors that were saved last, so these may never be
-        # written.
+        # RAM holds three tensors. The backward reads the last saved tensors first, so these may never be written.
         assert 10 * x.nbytes <= store.stats().links["ram->nvme"].num_bytes <= 13 * x.nbytes
 
 
@@ -580,7 +575,7 @@ def test_a_step_leaves_no_blocks_and_the_next_one_takes_its_files(store: TieredS
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
 def test_a_dead_block_makes_room_for_another_size(num_tiers: int, tmp_path: Path) -> None:
-    """The dead block may still be on its way to the drive."""
+    """The bytes of the dead block may still be on their way to the drive."""
     tiers = [RamTier(2 * MiB, pin_memory=False), NvmeTier([tmp_path], MiB)]
     with TieredStore(tiers[:num_tiers]) as store:
         activations = offload_activations(store, min_bytes=1, tier="ram" if num_tiers == 1 else None, max_bytes=MiB)

@@ -79,7 +79,7 @@ def test_state_exceeds_the_ram_of_the_store(name: str) -> None:
 def test_losses_gradients_and_weights_match_plain_pytorch(name: str, lora: bool, tmp_path: Path) -> None:
     case, plain = CASES[name], make(name, lora=lora)
     model, in_ram = copy.deepcopy(plain), copy.deepcopy(plain)
-    if hasattr(plain, "enable_gradient_checkpointing"):  # diffusers
+    if hasattr(plain, "enable_gradient_checkpointing"):  # diffusers models
         for one in (plain, model, in_ram):
             one.enable_gradient_checkpointing()
     twin = torch.optim.AdamW(trained(plain), lr=RATE, weight_decay=0.1)
@@ -160,7 +160,7 @@ def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) 
 
     whole = make("Wan")
     whole.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
-    with accelerate.init_empty_weights():  # only parameters are left out; buffers, which are in no file, are made
+    with accelerate.init_empty_weights():  # only parameters stay empty: buffers are in no file
         model = diffusers.WanTransformer3DModel.from_config(
             diffusers.WanTransformer3DModel.load_config(tmp_path / "whole")
         )

@@ -23,9 +23,7 @@ KINDS = {
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Return parameters of several shapes. One is transposed in memory, and one is larger than a kernel's range of
-    elements.
-    """
+    """Return parameters of several shapes: one is transposed in memory, one is larger than a kernel's range."""
     torch.manual_seed(0)
     shapes = [(7,), (33, 5), (3, 4, 5), (1100, 1000)]
     made = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]

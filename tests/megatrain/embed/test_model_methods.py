@@ -1,4 +1,4 @@
-"""Use of an offloaded module outside of its forward works correctly, or is refused with a remedy."""
+"""Using an offloaded module outside of its forward works, or is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_load_state_dict(home: str, store: TieredStore) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traces_of_jit_are_refused(store: TieredStore) -> None:
-    """Each way to start a trace is refused; the module continues to work."""
+    """Every way to start a trace is refused, and the module still works."""
     model = make().eval()
     expected = model(x())
     megatrain.offload(model, store)

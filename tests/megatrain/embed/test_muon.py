@@ -30,7 +30,7 @@ def tiered(module: nn.Module, **options: Any) -> megatrain.TieredMuon:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """Let matrices differ by bf16 rounding: Muon iterates in bf16, and torch transposes different matrices."""
+    """Compare, with a bf16 tolerance for matrices: Muon iterates in bf16, and torch transposes different matrices."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-4 if expected.ndim == 2 else 1e-6)
 
 

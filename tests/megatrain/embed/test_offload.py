@@ -64,7 +64,7 @@ def test_outputs_gradients_and_weights_match_a_plain_module(name: str, homes: st
 @pytest.mark.parametrize("name", ["encoder", "tied", "checkpoint", "rooted"])
 @pytest.mark.parametrize("homes", list(HOMES))
 def test_bf16(name: str, homes: str, tmp_path: Path) -> None:
-    """With one micro-batch per step, results are bit-identical to plain bf16. The next test uses several micro-batches."""
+    """With one micro-batch per step, results are bit-identical to plain bf16. The next test uses several."""
     plain, module = pair_of(lambda: ZOO[name]().bfloat16())
     with small_store(tmp_path) as store:
         megatrain.offload(module, store, **HOMES[homes])
@@ -244,9 +244,7 @@ def test_training_continues_after_an_error(where: str, tmp_path: Path) -> None:
 
 
 def test_a_graph_that_is_out_of_date_is_refused(tmp_path: Path) -> None:
-    """Plain torch detects the update from the version counters of the weights. Hooks on saved tensors hide these
-    counters.
-    """
+    """Plain torch detects the update from the weights' version counters, which hooks on saved tensors hide."""
     _, module = pair_of(ZOO["sequential"])
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)

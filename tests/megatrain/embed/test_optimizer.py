@@ -225,9 +225,7 @@ def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
 
 
 def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Compare averages with torch's ``AveragedModel``. Also check that they can be used as weights, and saved and
-    loaded.
-    """
+    """Compare averages with torch's ``AveragedModel``. Check that they work as weights, and can be saved and loaded."""
     options = dict(PLACES[place])
     tier = options.pop("tier", None)
 
@@ -463,7 +461,7 @@ def test_weights_of_one_block_have_separate_rates_and_steps(
 
 
 def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
-    """A change through ``data`` keeps the gradient's tensor and version counter, but the next step still measures it."""
+    """A change through ``data`` keeps the gradient's tensor and version counter, but the next step measures it."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)

@@ -174,7 +174,7 @@ def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         megatrain.offload(module, store)
         groups = [{"params": [named.pop("1.1.weight")], "momentum": 0.0}, {"params": list(named.values())}]
-        optimizer = megatrain.TieredSGD(groups, lr=1e-2, momentum=0.9)  # the layer 1.1 is in both groups
+        optimizer = megatrain.TieredSGD(groups, lr=1e-2, momentum=0.9)  # layer 1.1 is in both groups
         run_backward(module, batches(1)[0])
         optimizer.step()
         _, other = pair_of(make)

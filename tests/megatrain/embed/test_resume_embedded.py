@@ -193,7 +193,7 @@ def test_the_order_of_loading_does_not_matter(first: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("offload_gradients", [False, True])
 def test_ordinary_parameters(offload_gradients: bool, tmp_path: Path) -> None:
-    """The module's ``state_dict`` has the bf16 weights. The optimizer's generation has the low halves of their masters."""
+    """The module's ``state_dict`` has the bf16 weights. The optimizer's generation has their masters' low halves."""
     runs: list[Any] = []
     for is_resumed in (False, True):
         module, _ = pair_of(make)

@@ -78,7 +78,7 @@ def test_two_ranks_and_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
-    """Compare both ranks with one process. A rank's state covers only its shard, about half of nearly every parameter."""
+    """Compare both ranks with one process. A rank's state covers only its shard, about half of most parameters."""
     module = make(CASES[case][0])
     with megatrain.open_store(ram="8MiB") as store:
         optimizer = optimizer_of(module, case, store)
@@ -91,8 +91,7 @@ def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> N
     for rank, found in enumerate(each[case]["ram"] for each in ranks):
         if case == "fp32":
             # Each of nine parameters has two moments, which take whole pages. A matrix takes two pages, half a matrix
-            # one page.
-            # Only rank 0 has the single row of the scale.
+            # one page. Only rank 0 has the single row of the scale.
             assert (alone_bytes, found["home_bytes"]["ram"]) == (26 * PAGE, (18, 16)[rank] * PAGE)
         if case in SAME_BITS_AS_ONE_PROCESS:
             assert found["losses"] == losses[rank], case

@@ -1,4 +1,4 @@
-"""A module shared by ranks: results do not depend on their number, and ranks that do different things raise an error."""
+"""A module shared by ranks: results do not depend on their number, and ranks that act differently raise an error."""
 
 from __future__ import annotations
 

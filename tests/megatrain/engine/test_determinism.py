@@ -83,9 +83,7 @@ def test_cublas_setting_exists_after_the_import() -> None:
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Imitate a torch that parses the setting at each product. Return a list of the setting's values at each freed
-    workspace.
-    """
+    """Imitate a torch that parses the setting at each product. Return the setting's values at each freed workspace."""
     monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
     found: list[str | None] = []
     clear = lambda: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))  # noqa: E731
@@ -94,7 +92,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | None]) -> None:
-    """Later products need not parse the setting again. Nested contexts for deterministic kernels know that it was read."""
+    """Later products need not parse the setting again. Nested deterministic contexts know that it was read."""
     megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
         with consume_cublas_setting(CUDA):
@@ -178,9 +176,7 @@ for rows, inner, columns in itertools.product((1, 2, 5, 31, 96, 577), (31, 62, 6
 
 
 def test_a_product_has_the_same_bits_with_any_number_of_threads() -> None:
-    """Ranks on one host share its cores, so their thread counts vary. By default, MKL's sums depend on the thread
-    count.
-    """
+    """Ranks on one host share its cores, so thread counts vary. By default, MKL's sums depend on the thread count."""
     environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     environment["OMP_NUM_THREADS"] = "2"
     subprocess.run([sys.executable, "-c", _PRODUCTS_OF_ANY_NUM_THREADS], check=True, env=environment)

@@ -274,9 +274,7 @@ def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
 def test_rows_at_any_address_have_the_bits_of_aligned_ones(
     interpreter: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows have 48 entries, a multiple of 16 bytes. Unaligned rows, and rows read entry by entry, give the same
-    bits.
-    """
+    """A row has 48 entries, a multiple of 16 bytes. Unaligned rows, and reads of single entries, give the same bits."""
     logits, labels = logits_of(dtype, is_masked=False)
     labels = labels.clamp(max=47)
     aligned, anywhere = logits[:, :48].contiguous(), logits[:, :48]
@@ -299,7 +297,7 @@ def test_nan_logits_make_a_nan_loss(interpreter: None) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Mode that records torch operators with results of at least the size of a part's logits."""
+    """Mode that records torch operators whose results have at least the size of a part's logits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def test_kernels_are_active_in_the_context_alone(stand_in: list[str]) -> None:
 
 
 def test_a_missing_package_or_function_of_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This test uses the functions that torch itself registers."""
+    """This test uses the functions that torch itself registers, not the stand-in."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(UnsupportedModelError, match=r"package flash-attn-3 cannot be used here .*Install it"):
         flash_kernels("FA3").__enter__()
@@ -156,7 +156,7 @@ def test_the_plan_covers_the_workspace(
 
 def test_the_512k_row_of_a_7b_model_takes_less_than_fa2() -> None:
     """FA3 needs 28 x 524,288 x 128 numbers for queries, and 2 x 4 x 524,288 x 128 for keys and values.
-    These are 9.7 GB; FA2 needs 45 GB.
+    This is 9.7 GB; FA2 needs 45 GB.
     """
     assert allocated("FA3", 1, 524288, 28, 4, 128) == pytest.approx(9.78e9, rel=0.01)
 
@@ -233,9 +233,7 @@ def test_a_config_without_the_key_had_torchs_kernels(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: list[str]) -> None:
-    """The first start chooses the kernels. A resumed run uses the recorded choice, or an error names the missing
-    package.
-    """
+    """The first start chooses the kernels. A resumed run uses the recorded kernels, or names the missing package."""
 
     def trainer(name: str, steps: int, kernels: str = "auto") -> Trainer:
         (tmp_path / name).mkdir(exist_ok=True)

@@ -75,14 +75,14 @@ def test_freed_tensors_leave_the_process() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_memory_is_kept_if_the_next_op_fits() -> None:
-    """With 128 MiB of freed tensors and a limit of 192 MiB, an op of 32 MiB keeps them, and an op of 128 MiB does not."""
+    """With 128 MiB of freed tensors and a limit of 192 MiB, they stay for an op of 32 MiB, but not for 128 MiB."""
     before_none, before_small, before_large, _ = run("before an op", room=192)
     assert before_large < 8 < 64 < before_small == before_none
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_some_freed_memory_is_kept_above_the_forecast() -> None:
-    """If the process exceeds its forecast, 8 MiB of freed memory are kept, but 128 MiB are returned."""
+    """If the process exceeds its forecast, 8 MiB of freed memory is kept, but 128 MiB is returned."""
     little, much, _ = run("next to another", room=64)
     assert much < 4 < little
 

@@ -100,9 +100,7 @@ def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
 def test_each_product_of_a_layer_runs_once(order: str) -> None:
-    """Each matrix has three products: one for the output, and two for the gradients of input and weight. Each runs
-    once.
-    """
+    """Each matrix has three products: for the output, and for the gradients of input and weight. Each runs once."""
     config, batches = tiny_config("llama", tied=False), whole_rows()
     trace = trace_visits(build_graph(config), 2, 16, torch.float32, padded=False)
     again, side = compare(config, batches, with_products=True, order=order, trace=trace)

@@ -16,7 +16,7 @@ Lives = list[tuple[int, int, int]]  # first tick, last tick, elements
 
 
 def program_of(lives: Lives, num_ticks: int = 30, *, deferred: bool = False) -> StepProgram:
-    """Return a program with one gradient per lifetime. Ticks between a lifetime's first and last add to the gradient."""
+    """Return a program with one gradient per lifetime. Ticks between the first and the last add to the gradient."""
     blocks = {
         f"u{n}/grad.0": BlockPlan(f"u{n}/grad.0", "gradients", size, torch.float32)
         for n, (*_, size) in enumerate(lives)

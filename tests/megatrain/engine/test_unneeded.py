@@ -1,4 +1,4 @@
-"""Matrix products that a recompute skips: which products these are, that no bit changes, and that a mistake gives NaN."""
+"""Matrix products that a recompute skips: which products, that no bit changes, and that a mistake gives NaN."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
 
 
 def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
-    """A layer that reads its router's choice waits within the layer. The engine cannot answer this read from the host."""
+    """A layer that reads its router's choice waits within the layer. The engine cannot answer this read."""
     runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
     with counted_waits() as waits:
         runner.queue(padded_batches())
@@ -99,7 +99,7 @@ def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
 def test_a_whole_step_reads_once_at_its_end(
     max_grad_norm: float, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_a_device: None
 ) -> None:
-    """With a real store and the updates of the previous step, a step reads loss and norm together, once, at its end."""
+    """A step with a real store and the previous step's updates reads loss and norm once, together, at its end."""
     model = write_tiny_model(tmp_path / "model")
     optimizer = f"max_grad_norm = {max_grad_norm}"
     text = config_text(tmp_path, model, nvme=0, data=f"packing = {packing}", optimizer=optimizer)

@@ -69,9 +69,7 @@ def test_a_layer_of_llama_by_hand() -> None:
     )  # fmt: skip
 
     def rotary_backward(numbers: int) -> Step:
-        """Count the gradients of both halves, each put into zeros of full width and added, and the gradient by the
-        cosines.
-        """
+        """Count the gradient by the cosines, and those of both halves, each put into full-width zeros and added."""
         times_table, half = (2 * numbers + table, 1), (3 * numbers // 2, 1)
         return total(times_table, (numbers, 1), half, half, (3 * numbers, 1), times_table, (3 * numbers, 1))
 

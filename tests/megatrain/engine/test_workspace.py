@@ -65,18 +65,14 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
 
 @pytest.mark.parametrize(("num_lanes", "dtype", "num_sums"), [(1, torch.bfloat16, 1), (8, torch.float32, 3)])
 def test_gradient_sums_are_counted_per_visit(num_lanes: int, dtype: torch.dtype, num_sums: int) -> None:
-    """An fp32 gradient block is itself the sum. Otherwise each visit needs sums of its own size, not of the largest
-    size.
-    """
+    """An fp32 gradient block is itself the sum. Otherwise each visit needs sums of its own size, not of the largest."""
     _, largest, plain = program_of(1)
     _, _, with_sums = program_of(num_lanes, dtype)
     assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
 
 
 def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hyper-connections mix their streams between the units of a split layer, and autograd saves tensors for these
-    products.
-    """
+    """Hyper-connections mix their streams between units of a split layer, and autograd saves tensors for this."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 2048)
 
     def bytes_of(num_layers: int) -> tuple[int, int]:

@@ -90,7 +90,7 @@ def test_no_product_and_sum_are_fused(name: str) -> None:
 def test_every_variant_of_an_update_works_on_whole_vectors(name: str) -> None:
     operations = dict.fromkeys(("adamw, update", "adamw, rows", "apply_vector"), ("sqrtps", "divps", "mulps", "subps"))
     variants = machine_code(UPDATES[name])
-    assert len(variants) >= (2 if name.startswith("muon") else 4)  # Muon's take a gradient or a master, not both
+    assert len(variants) >= (2 if name.startswith("muon") else 4)  # a Muon kernel takes no master or no gradient
     for code in variants:
         for operation in operations.get(name, ("mulps", "subps")):
             assert re.search(rf"\sv?{operation}\s.*%[xyz]mm", code), operation
@@ -103,8 +103,7 @@ def test_the_pattern_finds_fused_operations() -> None:
     assert FUSED.search("\tvmulps\t%zmm0, %zmm1, %zmm2\n") is None
 
 
-#: Program that prints numba's cache hits and misses for two rules with the same types, and a weight that each rule
-#: updated.
+#: Program that prints numba's cache hits and misses for two rules with equal types, and a weight that each updated.
 CACHED = """
 import torch
 from megatrain.optim import kernels

@@ -91,7 +91,9 @@ def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtyp
 
 
 def test_the_mean_of_random_roundings_is_the_number() -> None:
-    """With random rounding, the mean of the stored moments stays exact. Rounding to nearest would be off by over 1 %."""
+    """With random rounding, the mean of the stored moments stays exact. Rounding to nearest would change it by over 1
+    %.
+    """
     optimizer = AdamW(beta1=0.999, threads=KernelThreads(1), state_dtype="bfloat16")
     size, blocks = 65_536, new_blocks(AdamW(state_dtype="bfloat16"), 65_536)
     for step in range(1, 101):

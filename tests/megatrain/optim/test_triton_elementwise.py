@@ -291,7 +291,7 @@ def test_norms_without_triton_have_the_host_s_bits(dtype: torch.dtype, monkeypat
 
 
 def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
-    """Products and sums use fp64. Fusing them makes no difference, because squares of fp32 numbers are exact in fp64."""
+    """Products and sums use fp64. Fusing them changes nothing, because squares of fp32 numbers are exact in fp64."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     for kind in ("*fp32", "*i16"):
