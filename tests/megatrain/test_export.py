@@ -1,4 +1,4 @@
-"""A checkpoint exported afterwards is the model that the run itself would have written."""
+"""Exporting a checkpoint later gives the model that the run itself would have exported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SavedRun]:
-    """Return a function that trains 6 steps, saved at 2, 4 and 6, once per placement."""
+    """Return a function that trains 6 steps, saved at 2, 4 and 6, in one of ``PLACES``, and caches the run."""
     runs: dict[str, SavedRun] = {}
 
     def train(name: str) -> SavedRun:
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SavedRu
 
 @pytest.fixture
 def run(trained: Callable[[str], SavedRun], tmp_path: Path) -> SavedRun:
-    """Return a separate run in RAM that a test may damage; its checkpoints' configs name the first run's model."""
+    """Return a copy of the run in RAM, which a test may damage. Its checkpoints name the original model folder."""
     return trained("fp32 in RAM").copy(tmp_path / "w")
 
 
@@ -74,7 +74,7 @@ def test_exported_files_match_the_final_model(trained: Callable[[str], SavedRun]
 
 
 def test_transformers_opens_an_earlier_step(run: SavedRun, tmp_path: Path) -> None:
-    """The checkpoint of step 2 equals the end of a run of 2 steps."""
+    """An export of step 2 equals the final export of a run with 2 steps."""
     result = run.run(out="short", steps=2)
     assert result.exit_code == 0, result.output
     out = export_checkpoint(run.out, tmp_path / "out", step=2)
@@ -88,7 +88,7 @@ def test_transformers_opens_an_earlier_step(run: SavedRun, tmp_path: Path) -> No
 
 
 def test_every_bit_of_the_master_weights(trained: Callable[[str], SavedRun], tmp_path: Path) -> None:
-    """A bf16 run with the same start: its fp32 masters contain more than their bf16 halves."""
+    """An fp32 export of a bf16 run has the exact masters, which contain more bits than the bf16 weights."""
     run = trained("bf16 on a drive")
     exact = load_file(export_checkpoint(run.out, tmp_path / "exact", dtype=torch.float32) / "model.safetensors")
     rounded = load_file(run.out / "final/model.safetensors")
@@ -189,7 +189,7 @@ def test_foreign_folder_is_not_changed(run: SavedRun, tmp_path: Path) -> None:
 
 
 def test_buffers_come_from_the_models_folder(tmp_path: Path) -> None:
-    """Routers of deepseek have a bias that is not a parameter; experts are fused in the model, separate in files."""
+    """DeepSeek's routers have a bias that is a buffer. Experts are fused in the model, but separate in the files."""
     run = make_run(tmp_path / "w")
     shutil.rmtree(run.folder / "model")
     shutil.copytree(QUICKSTART / "model", run.folder / "model")

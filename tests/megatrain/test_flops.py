@@ -1,4 +1,4 @@
-"""FLOPs of a step: torch's count of the plain model, the 6 N T rule, and unknown operators."""
+"""A step's FLOPs match torch's count for the plain model and the rule 6 N T. Inexact traces give no count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def all_of(trace: VisitTrace) -> StepFlops:
 
 
 def counted(config: Any, freeze: tuple[str, ...] = ()) -> int:
-    """Return torch's count of one forward and backward of the plain model."""
+    """Return torch's FLOP count for one forward and backward of the plain model."""
     model = build_model(config, freeze=freeze)
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH))
     with FlopCounterMode(display=False) as counter:
@@ -43,11 +43,11 @@ def test_model_flops_are_torchs_count_of_the_plain_model(family: str) -> None:
     config._attn_implementation = "eager"  # torch has no formula for the fused attention of the CPU
     trace = trace_of(config, attn_implementation="eager")
     flops = all_of(trace)
-    # Products between the layers are excluded: some releases of transformers make their rotary tables by one.
+    # Products outside the layers are not in the trace. Some releases of transformers compute rotary tables with one.
     assert 0 <= counted(config) - flops.model <= 1e-4 * flops.model
     head = trace.head.flops
     left_out = sum(visit.unneeded_products.work.flops for visit in trace.visits)
-    # A forward is a third of forward and backward; less if a mamba consists of plain torch operations.
+    # A forward is a third of a forward and backward, or less if a Mamba layer consists of plain torch operations.
     assert 1.24 <= (flops.hardware + left_out - head) / (flops.model - head) <= 1.02 * 4 / 3
 
 

@@ -1,4 +1,4 @@
-"""Machine code of all Triton kernels for the GPUs of 2020 to 2026: registers, spills and the width of loads. No GPU."""
+"""Machine code of all Triton kernels for GPUs from 2020 to 2026: registers, spills, width of loads. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ CODES = {
     "m": {"m_scale": "*fp32", "signed": "*fp32", "signed_cells": "*u8"},
     "v": {"v_scale": "*fp32", "unsigned": "*fp32", "unsigned_cells": "*u8"},
 }
-#: Rule -> its moments, and the number of its scalars.
+#: Update rule -> names of its moments, number of its scalars.
 RULES = {"adamw": (("m", "v"), 7), "lion": (("m",), 6), "sgd": (("m",), 3), "nesterov": (("m",), 3)}
 KEYS = dict.fromkeys(("num_rows", "first_key", "second_key", "first_index", "num_elements"), "i32")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One form of a kernel.
+    """Form of a kernel to compile.
 
     Attributes:
-        types: parameter -> Triton's type; all others are ``scalars``. constants: parameter -> value in the code, a rule
-            by its name.
-        aligned: parameters that a launch finds to be multiples of 16. is_wide: whether threads move 16 bytes at once.
+        types: Triton's types of parameters, by name. All other parameters have the type ``scalars``.
+        constants: values of compile-time parameters, by name. An update rule is given by its name.
+        aligned: names of parameters whose values are multiples of 16.
+        is_wide: whether threads must move 16 bytes at once.
     """
 
     module: str
@@ -52,7 +53,7 @@ class Case:
 
 
 def update(rule: str, grad: str, format_of_moments: str, *, is_table: bool = False) -> Case:
-    """Return a form of an update: of one range whose arrays are arguments, or of the ranges of a table."""
+    """Return a case of the update kernel: for one range, given by arguments, or for the ranges in a table."""
     moments, num_scalars = RULES[rule]
     moment = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[format_of_moments]
     types = {"weight": "*i16", "low": "*i16", "grad": grad, **dict.fromkeys(moments, moment), **KEYS}
@@ -122,7 +123,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ModuleType]]:
-    """Return the modules of kernels, imported for Triton's compiler."""
+    """Yield the modules of kernels by name, imported for Triton's compiler instead of its interpreter."""
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
@@ -136,7 +137,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mod
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Return cuobjdump's resource usage of a cubin's kernel, by its names: REG, STACK, SHARED, LOCAL."""
+    """Return the resource usage of a kernel as cuobjdump reports it: REG, STACK, SHARED and LOCAL."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -153,7 +154,7 @@ def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
 
 
 def forms() -> Iterator[Any]:
-    """Yield capability and case; cases that no other test compiles are not slow on one architecture."""
+    """Yield capability and case. All are slow except, on one architecture, the cases that no other test compiles."""
     for capability, name in itertools.product(CAPABILITIES, CASES):
         is_quick = capability == 90 and ("int8" in name or "table" in name)
         yield pytest.param(capability, name, marks=[] if is_quick else [pytest.mark.slow])

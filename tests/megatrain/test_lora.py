@@ -1,4 +1,4 @@
-"""Runs with ``[lora]``: the same bits wherever blocks live, checkpoints of adapters only, folders that peft opens."""
+"""Runs with ``[lora]`` are bit-identical at every placement, save only adapters, and export folders that peft opens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_final_merge_matches_the_merged_checkpoint(model: Path, tmp_path: Path) 
 def test_prompts_are_continued_by_the_base_model_with_its_adapters_as_by_peft(
     model: Path, tmp_path: Path, lora: str
 ) -> None:
-    """From the run's folder, its adapter, and a copy of the adapter: the tokens are peft's, whatever is in RAM."""
+    """The run's folder, its adapter and a copy of the adapter all generate peft's tokens, whatever the size of RAM."""
     run = lora_text(tmp_path, model, lora).replace("learning_rate = 1e-3", "learning_rate = 0.05")
     train(tmp_path, run + '[export]\ndtype = "float32"\n')
     copy = shutil.copytree(tmp_path / "out/final", tmp_path / "copy")
@@ -241,7 +241,7 @@ def test_merge_into_a_tied_weight_is_refused_before_the_first_step(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-#: Differences of a base read in place: no blocks, or few, are at home elsewhere.
+#: Configs in which base weights are read in place, and no or only some weights have another home.
 IN_PLACE: dict[str, dict[str, Any]] = {
     "folder": {"nvme": 0, "placement": 'weights = ["folder"]'},
     "folder and NVMe": {"nvme": 1, "placement": ALL_NVME.replace('["nvme"]', '["folder", "nvme"]', 1), "ram": "8MiB"},

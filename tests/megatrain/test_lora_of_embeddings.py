@@ -1,4 +1,4 @@
-"""Adapters of an embedding in peft's format, with a copy of the embedding's weight in the file."""
+"""Embedding adapters in peft's format. The adapter's file also contains a copy of the embedding's weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oracles.tiered_run import config_text, plan_of, write_tiny_model
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A model with an untied head, and an adapter of its embedding and attention."""
+    """Return the folders of a model with an untied head and of an adapter for its embedding and attention."""
     base = write_tiny_model(tmp_path / "base", tie_word_embeddings=False)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = with_adapters(plain, {"r": 4, "target_modules": ["embed_tokens", "q_proj"]})
@@ -77,7 +77,7 @@ def test_another_embedding_than_the_models_is_refused(folders: tuple[Path, Path]
 
 
 def test_adapters_of_an_image_models_words_are_not_optional(tmp_path: Path) -> None:
-    """Every row has text tokens: only the image modules may be skipped in a step."""
+    """Every row has text tokens, so only the image modules may be skipped in a step."""
     folder = make_folder("qwen2_5_vl", tmp_path / "images")
     lora = LoraConfig(r=4, target_modules=("embed_tokens", "q_proj"))
     graph = build_graph(folder, images="frozen", lora=lora)

@@ -1,4 +1,4 @@
-"""Law 3 measured from outside: a run whose state is many times its RAM tier stays within the plan's total."""
+"""The memory of a whole process stays within the plan's total, even if the run's state is many times larger."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from oracles.tiered_run import EXAMPLES
 from tiered import MiB
 
-#: Extra memory of the C library's allocator, and threads' stacks. The interpreter and the libraries are additional;
-#: they are measured here, by a process that plans the same run and does not train.
+#: Allowance for the C library's allocator and for thread stacks. It excludes the interpreter and libraries, which are
+#: measured by a process that plans the same run and does not train.
 ALLOCATOR_SLACK_BYTES = 96 * MiB
 
 CONFIG = """

@@ -1,4 +1,4 @@
-"""A run with frozen bf16 weights: they own one block, keep their bits, and the rest trains."""
+"""In a run with frozen bf16 weights, a frozen layer has only a weight block and never changes. The rest is trained."""
 
 from __future__ import annotations
 

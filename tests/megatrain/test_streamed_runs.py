@@ -1,4 +1,4 @@
-"""Streamed runs: the same bits after any interruption, on any number of processes."""
+"""Streamed runs are bit-identical after any interruption and on any number of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ path = "{where}/shards-b"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model, shards of two sources, and the result of six undisturbed steps."""
+    """Return a run folder with a model, shards of two sources, and the result of six uninterrupted steps."""
     run = make_run(tmp_path_factory.mktemp("model") / "w")
     words = (run.folder / "data.txt").read_text().split()
     rows = [{"text": " ".join(words[start : start + 15])} for start in range(0, 400, 5)]
@@ -60,7 +60,7 @@ def weights(run: SavedRun, out: str = "out") -> bytes:
 
 @pytest.mark.parametrize("steps", [3, 5])
 def test_streamed_run_resumes_from_its_cursor(run: SavedRun, steps: int) -> None:
-    """The run stops at a step without a regular save; another run length does not change the data."""
+    """The run stops at a step without a regular save. A change of the run's length does not change the data."""
     assert run.call("run", streamed(run, steps=steps)).exit_code == 0
     result = run.call("run", streamed(run), "--allow-config-change")
     assert result.exit_code == 0, result.output
@@ -69,7 +69,7 @@ def test_streamed_run_resumes_from_its_cursor(run: SavedRun, steps: int) -> None
 
 
 def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
-    """It is different data, and allowed as such; drawn rows are neither replayed nor skipped."""
+    """A new schedule counts as different data and must be allowed. The run then continues after its last step."""
     assert run.call("run", streamed(run, steps=2)).exit_code == 0
     path = streamed(run, steps=4)
     path.write_text(path.read_text().replace("{ 3 = 0.5 }", "{ 3 = 0.0 }"))
@@ -147,7 +147,7 @@ def test_incompatible_stream_settings_are_refused(run: SavedRun, change: tuple[s
 
 @pytest.mark.slow
 def test_other_processes_another_machine_and_no_disk_of_its_own(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes read shards from S3 and upload checkpoints there; one on an empty machine resumes, to the bit."""
+    """Two processes read shards from S3 and upload checkpoints. One process without local files resumes exactly."""
     with s3_server() as s3:
         for name in ("shards-a", "shards-b"):
             s3.files().put(str(run.folder / name), f"bucket/{name}", recursive=True)

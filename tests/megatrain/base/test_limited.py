@@ -1,4 +1,4 @@
-"""Work within limits of time and memory returns its result, or raises an error that names the limit."""
+"""A function run with limits on time and memory returns its result, or raises an error that says what went wrong."""
 
 from __future__ import annotations
 

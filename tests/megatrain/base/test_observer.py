@@ -1,4 +1,4 @@
-"""Figures of a step as JSON lines and as the console line."""
+"""Step metrics are written as JSON lines and as a console line, and observers are called in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of other tools' keys fits this project's schema, and each remark reaches the user on both paths."""
+"""The table of other tools' keys matches this project's schema, and error messages and the importer agree on it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_table_imports_no_other_project_module() -> None:
 
 @pytest.mark.parametrize("tool", ["llamafactory", "trl", "deepspeed", "torchtitan"])
 def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
-    """``python docs/keys_of_tools.py docs/coming_from`` writes the pages."""
+    """If this test fails, run ``python docs/keys_of_tools.py docs/coming_from`` to update the pages."""
     docs = Path(__file__).parents[3] / "docs"
     page = (docs / f"coming_from/{tool}.md").read_text(encoding="utf-8")
     writer = runpy.run_path(str(docs / "keys_of_tools.py"))

@@ -71,7 +71,7 @@ def test_the_high_half_is_the_nearest_bf16_with_ties_away_from_zero() -> None:
     assert torch.equal(high[~ties], master[~ties].to(torch.bfloat16))
     tie = masters(np.array([0x3F808000, 0xBF808000], dtype=np.uint64))
     encode_high_half(tie, high[:2])
-    assert high[:2].tolist() == [1.0078125, -1.0078125]  # to even would give 1.0
+    assert high[:2].tolist() == [1.0078125, -1.0078125]  # ties-to-even would give 1.0 and -1.0
 
 
 def test_high_half_is_correct_at_the_range_limits() -> None:
@@ -79,11 +79,11 @@ def test_high_half_is_correct_at_the_range_limits() -> None:
     high, _, decoded = round_trip(masters(np.array(patterns, dtype=np.uint64)))
     assert [int(bits) for bits in high.view(torch.uint16).tolist()] == [
         0x7F7F,
-        0x7F80,  # a finite master, an infinite weight
+        0x7F80,  # the master is finite, but rounds to infinity
         0x7F80,
         0xFF80,
         0x7FC0,
-        0x8000,  # a NaN that the high half does not show
+        0x8000,  # the master is NaN, but its high half is -0.0
         0x8000,
     ]
     assert decoded.view(torch.uint32).tolist() == patterns

@@ -1,4 +1,4 @@
-"""Progress of a live run: the counters of the engine, the status file, the words of the loop."""
+"""Progress of a live run: the engine's counters, the status file, the recorded losses and the console lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from processes.saved_run import SavedRun, make_run
 
 
 class Recorded(Activity):
-    """Notes every change."""
+    """Activity that records a snapshot whenever ``micro_batch`` is set."""
 
     def __init__(self) -> None:
         self.seen: list[ActivitySnapshot] = []
@@ -78,7 +78,7 @@ def fail_while_training(folder: Path) -> None:
 
 
 def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
-    """Another process can follow the status; the last message stays the last."""
+    """The status file shows the current unit during a step. A failed run leaves its exit code there."""
     activity = Activity()
 
     def doing() -> Any:

@@ -1,4 +1,4 @@
-"""The timeline: spans of a real traced step, lanes without overlap, and a file that is valid Trace Event Format."""
+"""Timelines: the spans of profiled steps, separate rows for overlapping transfers, and files in Trace Event Format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that are valid but rarely intended: positions, learning rates, warm-ups."""
+"""Warnings about settings that are valid but rarely intended: row lengths, learning rates and warm-ups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def graph() -> ModelGraph:
 
 @pytest.fixture
 def large(graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> ModelGraph:
-    """The same config with a realistic number of parameters."""
+    """Return the same graph, but let it report 8 billion parameters."""
     monkeypatch.setattr(type(graph), "num_parameters", 8_000_000_000)
     return graph
 

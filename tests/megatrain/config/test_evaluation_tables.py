@@ -122,7 +122,7 @@ def test_held_out_rows_enable_evaluation(tmp_path: Path) -> None:
     assert (config.data.val_size, config.evaluation.eval_strategy) == (0.01, "steps")
     assert config_from_toml(to_toml(config)) == config
     now = load_config(write_val(tmp_path, "50")).config
-    assert now.data.val_size == 50 and not compare(config, now).altering  # the data's fingerprint shows it
+    assert now.data.val_size == 50 and not compare(config, now).altering  # the data's fingerprint detects the change
     loaded = load_config(write_val(tmp_path, "50"), overrides=["eval_strategy=no"])
     assert loaded.warnings == ('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates',)
 

@@ -1,6 +1,6 @@
-"""The description of each key, and its JSON Schema, which accepts the values that the loader accepts.
+"""Every config key has a description and a JSON Schema that accepts the same values as the loader.
 
-A validator checks the schema for the keywords that it uses.
+The validator below supports only the keywords that this schema uses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ path = "chat.jsonl"
 
 
 def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
-    """Return the violations of a value; every keyword of the schema must be one of `known`."""
+    """Return how a value violates the schema. Fails if the schema uses a keyword that is not in `known`."""
     known = {"type", "enum", "const", "anyOf", "pattern", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
     known |= {"multipleOf", "minLength", "minItems", "items", "properties", "required", "additionalProperties"}
     known |= {"propertyNames", "description", "default", "examples", "title", "$schema"}
@@ -85,7 +85,7 @@ def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]
 
 
 def is_valid(folder: Path, text: str) -> bool:
-    """Return whether the loader takes a config."""
+    """Return whether the loader accepts a config."""
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
     try:

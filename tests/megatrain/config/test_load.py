@@ -1,4 +1,4 @@
-"""A config file becomes one checked object, and the object survives a round trip through its written form."""
+"""A config file is loaded into one validated object, which survives a round trip through its written form."""
 
 from __future__ import annotations
 
@@ -411,14 +411,14 @@ def test_other_words_for_a_choice(tmp_path: Path) -> None:
 
 
 def test_the_line_that_init_writes_is_no_second_wish(tmp_path: Path) -> None:
-    """One epoch is the default: only another number of epochs conflicts with max_steps."""
+    """``num_train_epochs = 1.0`` is the default, so only other values conflict with ``max_steps``."""
     for epochs, count in ((1.0, 0), (2.0, 1)):
         loaded = load_config(write(tmp_path, SMALLEST), overrides=["max_steps=5", f"num_train_epochs={epochs}"])
         assert sum("num_train_epochs" in warning for warning in loaded.warnings) == count
 
 
 def test_set_of_an_unknown_table_changes_no_key_of_the_same_name(smallest: Path) -> None:
-    """`wat.seed` is not `seed`."""
+    """For example, `wat.seed=3` is an error and does not set `seed`."""
     unknown = {
         "wat.seed=3": "key `wat.seed`",
         "classify.labels=['a']": "table `classify`",

@@ -1,4 +1,4 @@
-"""Every problem of a config is reported at once, with its line and the text to write instead."""
+"""All problems in a config are reported at once, each with its line and what to write instead."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -16,7 +16,7 @@ output_dir = "out"
 model_name_or_path = "model"
 [[data.train]]
 path = "chat.jsonl"
-"""  # six lines: the rest begins on line 7
+"""  # six lines: the text that a test appends starts on line 7
 
 
 def problems_of(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> list[str]:

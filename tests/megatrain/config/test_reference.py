@@ -1,4 +1,4 @@
-"""`config explain`: its text for a key, the names that find a key, and the page of all keys in docs/."""
+"""`config explain`: the text for each key, the names that find a key, and the generated page ``docs/config.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resolved config: read back, traced to the source of each value, and compared with another config, key by key."""
+"""Resolved configs can be read back, traced to the source of each value, and compared key by key."""
 
 from __future__ import annotations
 

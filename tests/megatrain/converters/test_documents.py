@@ -1,4 +1,4 @@
-"""Attention document by document: equal to Hugging Face on each document alone, without memory quadratic in a row."""
+"""Attention within documents equals Hugging Face on separate documents, without memory quadratic in the row length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def packed_rows(rows: Sequence[Sequence[int]] = ROWS) -> dict[str, Tensor]:
 
 
 def one_by_one(packed: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return each document as a separate micro-batch: no mask, no positions, no other documents."""
+    """Return each document that has labels as a separate micro-batch, without a mask or positions."""
     found = []
     for ids, labels, positions in zip(packed["input_ids"], packed["labels"], packed["position_ids"], strict=True):
         begins = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
@@ -49,7 +49,7 @@ def one_by_one(packed: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the callers that request dense masks."""
+    """Return a list that records the caller of each request for a dense mask."""
     found: list[str] = []
     plain = DocumentMask.materialize
 
@@ -112,7 +112,7 @@ def test_windows_longer_than_a_piece_and_documents_of_several_pieces(dense: list
 
 @pytest.mark.parametrize("rows", [ROWS, ((3, 9),)])
 def test_dropout_masks_match_hugging_face(rows: Sequence[Sequence[int]], dense: list[str]) -> None:
-    """Dropout is drawn for the row as a whole, so a mask is made."""
+    """Dropout needs random numbers for the whole row, so a dense mask is made."""
     config, batches = tiny_config("llama", attention_dropout=0.3), [packed_rows(rows)]
     expected = train_step(build_model(config), batches, 3)
     loss, gradients = engine_step(config, batches)
@@ -122,7 +122,7 @@ def test_dropout_masks_match_hugging_face(rows: Sequence[Sequence[int]], dense: 
 
 
 def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.MonkeyPatch, dense: list[str]) -> None:
-    """Its layers add a bias on scores to the mask: the dense tensor is made for them, and the plan reports it."""
+    """The layers turn the mask into a bias on scores, so they get a dense mask, and the trace reports it."""
     config = tiny_config("llama")
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -150,7 +150,7 @@ def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.M
 
 
 def test_padding_in_front_and_masks_of_another_kind_are_made() -> None:
-    """Tokens see padding before a text unless it is masked; a pattern without a record is not guessed."""
+    """Padding after a text needs no dense mask. Padding elsewhere and unrecognized mask patterns get a dense mask."""
     with attention_by_documents():
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -191,7 +191,7 @@ def test_a_release_with_other_names_makes_masks(monkeypatch: pytest.MonkeyPatch)
     assert noted == ["a mask of an unknown kind"]
 
 
-# -- one kernel for all documents: torch's operators, computed in software ---------------------------------------------
+# -- one kernel call for many documents, with a CPU version of torch's flash attention operators -----------------------
 
 
 def probabilities(query: Tensor, key: Tensor, left: int, scale: float) -> Tensor:
@@ -203,7 +203,7 @@ def probabilities(query: Tensor, key: Tensor, left: int, scale: float) -> Tensor
 
 
 def sequences(starts: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the parts of each sequence, with keys and values for every head of the queries."""
+    """Yield each sequence's slice of every tensor, with keys and values repeated for each query head."""
     heads = tensors[0].shape[1]
     for start, stop in itertools.pairwise(starts.tolist()):
         yield [part[start:stop].repeat_interleave(heads // part.shape[1], 1) for part in tensors]
@@ -211,7 +211,7 @@ def sequences(starts: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Add flash attention operators to the CPU; return the sequences of each call."""
+    """Register CPU flash attention operators. Yield a list that records the number of sequences in each call."""
     found: list[int] = []
 
     def forward(
@@ -269,14 +269,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_one_kernel_for_all_documents(family: str, calls: list[int], dense: list[str]) -> None:
-    """Grouped heads, windows, scale, and more documents than a call may have."""
+    """Covers grouped heads, windows, the scale, and more documents than one call may have."""
     config = tiny_config(family)
     expected = train_step(build_model(config), one_by_one(packed_rows()), 3)
     calls.clear()
     loss, gradients = engine_step(config, [packed_rows()])
     assert loss == pytest.approx(expected.loss, rel=1e-6)
     assert_near(expected.gradients, gradients)
-    assert set(calls) == {1} and not dense  # 36 tokens: a call may have one document
+    assert set(calls) == {1} and not dense  # with 36 tokens, a call may have only one document
     calls.clear()
     rows = ((100, 56, 100), (20, 230, 6))
     config = tiny_config(family, max_position_embeddings=256)
@@ -297,9 +297,9 @@ def test_documents_are_cut_into_calls_that_take_bounded_workspace() -> None:
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_plan_for_a_gpu_counts_the_kernel(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7B: rows of 64k packed tokens take the memory of one document of that length, without a mask of 64k x 64k.
+    """A row of 64k packed tokens needs as much memory as one document of 64k tokens, and no 64k x 64k mask.
 
-    The planning machine may have a GPU, which changes the answers of torch's queries.
+    The layer has the size of one in a 7B model. A GPU in the planning machine changes what torch's queries return.
     """
     monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     config = tiny_config(

@@ -1,4 +1,4 @@
-"""Which parameters of a model fuse matrices, against the sizes that its own config gives."""
+"""Parameters that fuse several matrices are found, with the sizes that the model's config implies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracles.families import tiny_config
 
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, FusedMatrix]]] = {
-    # 4 heads of 8, 2 of keys and values; an MLP of 48
+    # 4 query heads and 2 key/value heads of size 8, and an MLP of width 48
     "phi3": (
         {},
         {"self_attn.qkv_proj.weight": FusedMatrix((32, 16, 16)), "mlp.gate_up_proj.weight": FusedMatrix((48, 48))},

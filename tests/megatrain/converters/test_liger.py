@@ -1,4 +1,4 @@
-"""`model.use_liger_kernel`: queries of the package, results that must not change, messages if it is missing."""
+"""`model.use_liger_kernel`: which modules it replaces, when a run uses it, and errors if the package is missing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_only_modules_of_the_model_are_replaced() -> None:
     check_liger_kernels(graph.model, CUDA)
     apply_liger_kernels(graph.model, include_mlps=True)
     assert dict(vars(modeling_llama)) == before  # models that are built later are unchanged
-    assert "forward" not in graph.model.__dict__  # the head computes the loss
+    assert "forward" not in graph.model.__dict__  # this project's head computes the loss
     layer = next(unit.module for unit in graph.units if unit.is_layer)
     assert isinstance(layer.input_layernorm.forward, MethodType) and "_norm" in repr(layer.input_layernorm.forward)
 
@@ -106,7 +106,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_for(device: str, table: str = "") -> RunSpec:
-    """Return a run of the 0.82 M model on a device of another machine."""
+    """Return a run of the model with 0.82 M parameters, resolved for a GPU or CPU machine."""
     machine = find_machine("h200-1.5tb" if device == "cuda" else "cpu-server-512gb")
     text = config_text(Path("folder"), EXAMPLES / "quickstart" / "model", nvme=0).replace('device = "cpu"', "")
     config = config_from_toml(text.replace("[data]", f"train_from_scratch = true\n{table}\n[data]", 1))
@@ -114,7 +114,7 @@ def run_for(device: str, table: str = "") -> RunSpec:
 
 
 def test_kernel_choice_depends_on_device_and_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU never has these kernels; a key of true or false leaves no choice."""
+    """A CPU never uses these kernels. With ``true`` or ``false`` in the config, the plan has no choice."""
     is_installed = True
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: is_installed)
     assert traced.can_use_liger_kernels(run_for("cuda"))
@@ -128,7 +128,7 @@ def test_kernel_choice_depends_on_device_and_installed_packages(monkeypatch: pyt
 
 @pytest.mark.usefixtures("liger")
 def test_a_model_without_kernels_is_planned_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key leaves the choice open; with true, such a model is refused."""
+    """With the default ``"auto"``, the plan leaves the kernels out. With ``true``, the model is refused."""
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: True)
     assert plan_run(run_for("cuda")).run.uses_liger
     assert not plan_run(run_for("cpu")).run.uses_liger
@@ -144,7 +144,7 @@ def refuse(model: object) -> None:
 
 @pytest.mark.usefixtures("liger")
 def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start decides, in this checkpoint and in one of a version without the choice."""
+    """The first start decides whether a run uses the kernels. A resumed run keeps this choice or fails."""
 
     def trainer(name: str, steps: int) -> Trainer:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
-    """Its checkpoint is resumed without the kernels by a config that leaves the choice open."""
+    """Its checkpoint is resumed without the kernels if the new config has ``use_liger_kernel = "auto"``."""
     config = config_from_toml(config_text(tmp_path, tmp_path, nvme=0))
     assert config.model.use_liger_kernel == "auto"
     written = to_toml(config)
@@ -198,7 +198,7 @@ def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("liger")
 def test_a_run_uses_it_with_the_head_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """liger's head would make whole logits and read the head's weight once per few rows."""
+    """Liger's own head would compute complete rows of logits and read the head's weight again for every few rows."""
     monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     model = write_tiny_model(tmp_path / "model")

@@ -1,6 +1,6 @@
 """liger-kernel's kernels without a GPU, in Triton's interpreter. Needs both packages.
 
-The interpreter must be selected before a process first imports Triton, so those tests run in another process.
+The interpreter must be selected before a process first imports Triton, so the tests run in a child process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_in_the_interpreter(which: str, tmp_path: Path) -> None:
 
 
 def step(family: str, batches: Any, *, liger: bool, kept: Any = ()) -> tuple[float, Any, dict[str, Tensor]]:
-    """Return loss, evaluation and gradients of a tiny model, in fp32."""
+    """Run a tiny model in fp32. Return the loss, the evaluation and the gradients."""
     config = tiny_config(family)
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
@@ -78,7 +78,7 @@ def step(family: str, batches: Any, *, liger: bool, kept: Any = ()) -> tuple[flo
     ],
 )
 def test_step_matches_one_without_liger(family: str, batches: list[dict[str, Tensor]]) -> None:
-    """Norms before and in attention, SwiGLU, GeGLU, biases; and transformers' own step, in fp32."""
+    """The models have norms before and in attention, SwiGLU, GeGLU and biases. Transformers' own step matches, too."""
     found, expected = (step(family, batches, liger=liger) for liger in (True, False))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert sum(found[1].terms) == pytest.approx(sum(expected[1].terms), rel=1e-6)
@@ -94,7 +94,7 @@ def test_step_matches_one_without_liger(family: str, batches: list[dict[str, Ten
 
 @interpreted
 def test_kept_graphs_have_the_bits_of_a_recompute() -> None:
-    """Kernels overwrite their saved tensors with gradients; a graph is used once, so nothing reads them afterwards."""
+    """Kernels overwrite their saved tensors with gradients. This is safe because each graph is used only once."""
     batches = packed_batches()[:1]
     kept, again = (step("llama", batches, liger=True, kept=which) for which in (range(99), ()))
     assert kept[0] == again[0] and kept[2].keys() == again[2].keys()

@@ -1,4 +1,4 @@
-"""Masks take memory quadratic in the length of a row only if a model needs them, and the plan reports it."""
+"""Memory is quadratic in the row length only if a model needs dense masks, and the plan reports such masks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def most_held(family: str, length: int, attention: str = "sdpa", **options: bool
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("padded", [True, False])
 def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> None:
-    """Packed, padded or one document each, with windows and without."""
+    """Rows are packed, padded or one document each. Models have sliding windows or none."""
     half = most_held(family, 2048, padded=padded)
     assert 1.9 * half < most_held(family, 4096, padded=padded) < 2.1 * half < 4096 * 4096
 
 
 @pytest.mark.parametrize(("attention", "by_documents"), [("eager", True), ("sdpa", False)])
 def test_attention_memory_is_quadratic_if_a_mask_is_needed(attention: str, by_documents: bool) -> None:
-    """Eager attention computes with masks, and compiled layers are made for one shape of them."""
+    """Eager attention computes with dense masks, and compiled layers expect masks of one shape."""
     options = {} if by_documents else {"padded": True, "is_compiled": True}
     half = most_held("llama", 4096, attention, **options)
     assert 3.5 * half < most_held("llama", 8192, attention, **options) <= 4 * half

@@ -22,7 +22,7 @@ from processes.saved_run import command_group
 
 
 def config_of(tmp_path: Path, family: str, *overrides: str, drives: int = 0) -> Any:
-    """Return the config of a full-size model of a family; the folder has no weights."""
+    """Write a model folder with a family's default config but without weights, and return a run config for it."""
     CONFIG_MAPPING[family]().save_pretrained(tmp_path / "model")
     text = 'task = "sft"\noutput_dir = "out"\ndevice = "cpu"\n[model]\nmodel_name_or_path = "MODEL"\n[data]\n'
     text = text.replace("MODEL", str(tmp_path / "model")) + '[[data.train]]\npath = "d.jsonl"\n'
@@ -78,7 +78,7 @@ def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     right = SGD.update
 
     def wrong(self: SGD, blocks: Any, gradient: torch.Tensor, segments: Any, update: Update) -> None:
-        right(self, blocks, gradient, segments[:-1], update)  # one tensor of each layer is forgotten
+        right(self, blocks, gradient, segments[:-1], update)  # skip the last segment of each update
 
     monkeypatch.setattr(SGD, "update", wrong)
     verdict = verify(None, tiers=["ram"], scratch=tmp_path)

@@ -1,4 +1,4 @@
-"""Plans for other machines: figures with sources, sizes and rates of that machine, and nothing of this one."""
+"""Plans for other machines use only the sizes and rates in a machine file, each of which has a source."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_unset_sizes_come_from_the_machine(tmp_path: Path) -> None:
     assert plan.device.type == "cuda" and plan.graph.dtype == torch.bfloat16
     assert plan.run.trace_device.type == "cpu"
     assert plan.budgets["gpu"] == 24 * GiB - 24 * GiB // 20  # less the margin
-    assert plan.budgets["ram"] == 122 * GiB - 128 * GiB // 20  # less the memory in use on that machine
+    assert plan.budgets["ram"] == 122 * GiB - 128 * GiB // 20  # less the memory in use on that machine, and the margin
     assert plan.budgets["nvme"] == 2 * (4 * 10**12 - 4 * 10**12 // 20)
     assert plan.objections == ()
     assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
@@ -139,7 +139,7 @@ def test_unset_sizes_come_from_the_machine(tmp_path: Path) -> None:
 def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path: Path) -> None:
     """The folder has only a config.json: a plan needs no weights."""
     more = '[lora]\nr = 4\ntarget_modules = ["q_proj"]\n[placement]\nweights = ["folder"]\n'
-    more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so no block of it stays there
+    more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so no block of the model stays there
     path, there = config_at(tmp_path, more=more), find_machine("rtx4090-128gb")
     plan = plan_run(resolve(load_config(path, (), ["model.train_from_scratch=false"]).config, there))
     assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
@@ -177,13 +177,13 @@ def test_plan_names_its_machine(tmp_path: Path) -> None:
     assert "with --processes 4 for each of 4" in shown.output
     assert "doctor --config" not in shown.output and "plan --measure" not in shown.output
     values = json.loads(call("plan", path, "--machine", "gh200", "--json").stdout)
-    assert values["machine"]["name"] == "gh200" and values["fits_this_machine"] is False  # two paths, one drive
+    assert values["machine"]["name"] == "gh200" and values["fits_this_machine"] is False  # two paths, but one drive
     assert values["estimate"]["predicted_tokens_per_s"] > 0
 
 
 @pytest.mark.slow
 def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # here this machine is queried
+    monkeypatch.undo()  # this test may query this machine
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drive = tmp_path / "drive"
     drive.mkdir()

@@ -1,4 +1,4 @@
-"""The profile: it is stored whole or not at all; a damaged or foreign profile is named and not used."""
+"""Profiles are stored completely or not at all. Damaged profiles and those of other machines are reported, not used."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named_and_replaced(tmp_path: Path, contents: bytes) -
 
 
 def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It has rates of plain reads, writes and copies, which plans do not use."""
+    """Profiles of earlier versions have rates of plain reads, writes and copies, which plans ignore."""
     path = tmp_path / "profile.json"
     store_profile(make_machine(), path)
     values = json.loads(path.read_text())
@@ -195,7 +195,7 @@ def test_age() -> None:
 
 
 def planned_machine(num_drives: int) -> PlannedMachine:
-    """Return a machine whose n-th drive reads and writes n GB/s."""
+    """Return a machine whose n-th drive has a mixed read and write rate of n GB/s."""
     file = find_machine("cpu-server-512gb").file
     rates = [Bandwidth.model_validate({"is": f"{n + 1}GB/s", "estimate": "a guess"}) for n in range(num_drives)]
     drives = [

@@ -1,4 +1,4 @@
-"""Fixtures: every family, saved by transformers as one file and as shards."""
+"""Fixtures: a model of each family, saved by transformers as one file and as shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["1GB", "20KB"], ids=["single_file", "sharded"])
 def saved(request: pytest.FixtureRequest, family: str, tmp_path: Path) -> tuple[PreTrainedModel, Path]:
-    """A model, and the folder that transformers saved it to."""
+    """Return a model and the folder to which transformers saved it."""
     model = build_model(family)
     folder = tmp_path / "saved"
     model.save_pretrained(folder, max_shard_size=request.param)

@@ -1,4 +1,4 @@
-"""The extension point for quirks of models: a converter unknown to the core, from the skeleton to the export."""
+"""The extension point for quirks of models: a converter defined here works from graph building to the export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from oracles.runners import layer_runner
 
 
 class Gain(nn.Module):
-    """A module around another: its result times a trained number."""
+    """Module that multiplies another module's output by a trained number."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Gain(nn.Module):
 
 
 class Gains(ModelConverter):
-    """Scales the output of every MLP: a quirk in one class, with a hook of each kind."""
+    """Converter that scales the output of every MLP and overrides every kind of hook."""
 
     freezes_weights = True
 
@@ -93,7 +93,7 @@ class Gains(ModelConverter):
         return context()
 
     def export_source(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return doubled weights: not a gain's effect, but easy to find in the files."""
+        """Return doubled weights. A gain would not double them, but the factor is easy to recognize in the files."""
 
         @contextmanager
         def doubled(layout: UnitLayout) -> Iterator[ReadMaster]:

@@ -1,4 +1,4 @@
-"""Exporting: transformers opens the folder and finds the same bits; no half-written folder ever gets the name."""
+"""Exports: transformers loads bit-identical weights, and a failed export never leaves a folder with the final name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load(path: Path) -> Weights:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Weights:
-    """An untied llama in flat blocks."""
+    """Return the weights of an untied Llama in flat blocks."""
     build_model("llama").save_pretrained(tmp_path / "source")
     return load(tmp_path / "source")
 
@@ -95,14 +95,14 @@ def test_model_built_without_a_folder_is_exported(family: str, tmp_path: Path) -
 
 
 def checkpoint_of(name: str, folder: Path) -> PreTrainedModel:
-    """Save a model of the family with fp32 weights that bf16 cannot hold; return it."""
+    """Save and return a model of the family. Its fp32 weights are not representable in bf16."""
     config = shrunk_config(name) if name in KEEPS_FP32 else AutoConfig.for_model(FAMILIES[name][0], **FAMILIES[name][1])
     model = build_model_of(config)
     model.save_pretrained(folder)
     return model
 
 
-#: Families with parameters that transformers never lowers to bf16: by a part of their names; by several parts.
+#: Families with parameters that transformers keeps in fp32, and parts of the names of these parameters.
 KEEPS_FP32 = {
     "bailing_hybrid": ("A_log", "conv1d", "dt_bias"),
     "ernie4_5_moe": ("gate.weight", "moe_statics"),
@@ -111,7 +111,7 @@ KEEPS_FP32 = {
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", *KEEPS_FP32])
 def test_bfloat16_export_matches_transformers(name: str, tmp_path: Path) -> None:
-    """The master is rounded, except for tensors that transformers keeps in fp32: listed parameters, and buffers."""
+    """Masters are rounded to bf16, except for the parameters and buffers that transformers keeps in fp32."""
     source, out = tmp_path / "source", tmp_path / "out"
     parameters = dict(checkpoint_of(name, source).named_parameters(remove_duplicate=False))
     weights = load(source)
@@ -186,7 +186,7 @@ def test_tokenizer_and_generation_config_come_along(weights: Weights, tmp_path: 
 
 
 def test_all_chat_templates_of_a_tokenizer_are_exported(weights: Weights, tmp_path: Path) -> None:
-    """transformers stores each template but the default one in a folder, which an export writes or copies."""
+    """Transformers stores all templates except the default one in a folder, which an export writes or copies."""
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "examples" / "quickstart" / "model")
     tokenizer.chat_template = {"default": "{{ messages[0]['content'] }}", "tool_use": "tools"}
     written = export_model(weights.graph, weights.source, tmp_path / "written", tokenizer=tokenizer)

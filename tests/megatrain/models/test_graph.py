@@ -1,4 +1,4 @@
-"""Units, ownership and layouts of a skeleton."""
+"""Units, parameter owners and layouts of a model skeleton."""
 
 from __future__ import annotations
 

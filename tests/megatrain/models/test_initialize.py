@@ -1,4 +1,4 @@
-"""Random weights: the model's own distributions, the same whatever the order of the calls."""
+"""Random weights have the distributions that transformers uses, and do not depend on the order of the calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_weight_has_the_distribution_that_transformers_gives_it(family: st
     for name, parameter in model.named_parameters():
         expected, ours = parameter.detach(), found[name]
         assert ours.shape == expected.shape
-        if expected.std() == 0:  # a constant: ones of a norm, zeros of a bias
+        if expected.std() == 0:  # a constant, such as the ones of a norm or the zeros of a bias
             assert torch.equal(ours, expected), name
         else:
             assert abs(float(ours.std() / expected.std()) - 1) < 6 / ours.numel() ** 0.5, name

@@ -1,4 +1,4 @@
-"""Uses of transformers outside of its public interface: all are in one table, and exist."""
+"""All uses of transformers beyond its public interface are listed in tables and exist in the installed version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USED = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_IN
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield a file's imports from inside transformers, and the names that it takes from imported modules."""
+    """Yield ``module:name`` for everything that a file uses from submodules of transformers."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     modules: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -47,7 +47,7 @@ def imported(path: Path) -> Iterator[str]:
 def test_all_that_is_used_is_in_the_table() -> None:
     found = {name: path for path in SOURCES for name in imported(path)}
     assert {name: path for name, path in found.items() if name not in USED} == {}
-    # Underscore attributes of transformers classes; all other ones belong to torch, peft or this project.
+    # Private attributes of transformers classes. All other private attributes belong to torch, peft or this project.
     named = set(
         re.findall(r"\._(?:keys_to_ignore|from_config|get_dtype|init_weights|model_mapping|attn_impl)\w*", text())
     )

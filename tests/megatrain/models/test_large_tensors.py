@@ -1,4 +1,4 @@
-"""A tensor of any size is drawn, exported, loaded and exported again in a few pieces of memory, seen from outside."""
+"""Tensors of any size are drawn, exported and loaded in small pieces, so the process needs little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.models.regions import Region, read_regions
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
 from tiered import MiB
 
-#: The experts in one tensor take 64 MiB in the files and 128 MiB in fp32; the limit is lower.
+#: Less than the largest tensor: a layer's experts take 64 MiB in the files and 128 MiB in fp32.
 ALLOWED_BYTES = 48 * MiB
 
 PROGRAM = """
@@ -89,7 +89,7 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        # Freed memory is returned at once: the limit applies to live memory, not to what malloc retains.
+        # malloc returns freed memory at once, so the limit applies to memory in use, not to what malloc retains.
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)},
         capture_output=True,
         text=True,
@@ -108,7 +108,7 @@ def test_random_weights_in_ranges_have_the_bits_of_whole_tensors(family: str) ->
     weights.fill(lambda layout, views: init_weights(graph.model, layout, views, 3))
     for layout in graph.layouts.values():
         initializer = Initializer(graph.model, [entry.name for entry in layout.entries], 3)
-        for entry in reversed(layout.entries):  # earlier draws only serve this one
+        for entry in reversed(layout.entries):  # in reverse order, each entry must first draw all entries before it
             found = torch.empty(entry.numel)
             for start in [*range(0, entry.numel, 112)][::-1]:
                 initializer.read(entry.name, start, found[start : start + 112])

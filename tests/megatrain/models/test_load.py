@@ -1,4 +1,4 @@
-"""Loading: bit for bit what transformers saved, little memory, and one clear error for each broken folder."""
+"""Loading gives exactly the saved weights, takes little memory, and reports each broken folder with one clear error."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_experts_read_into_place_equal_the_plain_conversion(tmp_path: Path) -> N
         regions = step.regions(skeleton)
         assert regions is not None
         found = torch.zeros(expected.numel())
-        for start in range(0, found.numel(), 100):  # ranges that end with no expert and no row
+        for start in range(0, found.numel(), 100):  # ranges that do not end at the end of an expert or row
             read_regions(regions[step.first_target], start, found[start : start + 100], folder.read_span, 70)
         assert torch.equal(found, expected.view(-1))
 
 
 class AllocationCounter(TorchDispatchMode):
-    """Adds up the largest tensors that any operation makes."""
+    """Dispatch mode that records the size of the largest CPU tensor that an operation allocates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_a_tied_weight_stored_under_the_other_name_only(tmp_path: Path) -> None:
 
 def test_names_without_the_prefix_of_the_head_model_load(tmp_path: Path) -> None:
     model = build_model("llama_tied")
-    model.model.save_pretrained(tmp_path)  # a base model: no "model." in front
+    model.model.save_pretrained(tmp_path)  # a base model, so names have no "model." prefix
     found = load(tmp_path).named()
     assert torch.equal(found["model.norm.weight"], model.model.norm.weight)
 
@@ -169,7 +169,7 @@ def test_old_rotary_tables_in_a_file_are_ignored(tmp_path: Path) -> None:
     assert load(tmp_path).named()
 
 
-# Broken folders: the change to a good one, and the words of the error.
+# Broken folders: how a good folder is damaged, and the expected error message.
 
 
 def edit_config(path: Path, **changes: Any) -> None:

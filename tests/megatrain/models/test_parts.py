@@ -1,4 +1,4 @@
-"""Cutting a layout into parts, and the contents of the parts."""
+"""Layouts are cut into parts, which together hold the values and the norm of the whole layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_parameters_in_pieces_are_the_parameters(
     scattered = views_of_parts(blocks, layout.parts, layout)
     assert any(isinstance(place, SplitTensor) for place in scattered.values())
     for name, view in views(whole, layout).items():
-        # This includes a non-contiguous gradient, as autograd gives it.
+        # The gradient is not contiguous, as gradients from autograd may be.
         gradient = torch.randn(view.shape[::-1]).permute(*range(view.dim())[::-1]) if view.dim() else torch.randn(())
         view.copy_(gradient)
         scattered[name].copy_(gradient)
@@ -82,7 +82,7 @@ def test_parameters_in_pieces_are_the_parameters(
 @pytest.mark.parametrize("sizes", [[65_536, 131_072, 7], [200_000]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_of_parts_equals_the_whole_norm(sizes: list[int], dtype: torch.dtype) -> None:
-    """This holds for any order of parts: the head's are in reverse."""
+    """The parts may be added in any order. For example, the head adds its parts in reverse."""
     gradient = torch.randn(sum(sizes)).to(dtype)
     norm = SquaredNorm()
     for number, part in reversed(list(enumerate(torch.split(gradient, sizes)))):

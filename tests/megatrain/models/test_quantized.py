@@ -1,4 +1,4 @@
-"""Quantized folders under [lora]: their dequantized values, and the bits of a plain folder with those values."""
+"""Quantized folders with ``[lora]`` are dequantized correctly and train exactly like plain folders of these values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_at(where: str, folder: Path, model: Path) -> TieredRun:
 
 
 def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
-    """Compare the computed and trained values; the blocks of packed bytes differ."""
+    """Check that losses, norms, trained weights and all blocks except the packed ones are equal."""
     assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
     assert all(torch.equal(run.weights[name], weight) for name, weight in plain.weights.items())
     others = [key for key, block in run.plan.program.blocks.items() if not block.num_packed and key in plain.digests]
@@ -91,7 +91,7 @@ def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
         assert packed, "the layers' frozen weights"
         stored = ModelFolder(model).file_records
         for key, block in packed.items():
-            # Their bytes in the files, norms in the compute dtype, and alignment.
+            # A block has the layer's bytes in the files, its norms in the compute dtype, and padding for alignment.
             prefix = key.removesuffix(".frozen/weight")
             in_files = sum(r.nbytes for name, r in stored.items() if name.startswith(f"{prefix}."))
             assert block.nbytes <= in_files + 128 * 64 < 2 * block.num_packed
@@ -115,7 +115,7 @@ def test_mxfp4_is_decoded_as_transformers_does(tmp_path: Path) -> None:
 
 
 def decoded_nf4(tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """Return this project's decoding of the tensors of one weight, by the ends of their names, fp32."""
+    """Decode a weight to fp32 with this project's decoder. ``tensors`` has the stored tensors by name suffix."""
     names = {torch.uint8: "U8", torch.float32: "F32"}
     shapes = {f"weight{end}": (tuple(tensor.shape), names[tensor.dtype]) for end, tensor in tensors.items()}
     stored = {f"weight{end}": tensor.reshape(-1).view(torch.uint8) for end, tensor in tensors.items()}
@@ -128,7 +128,7 @@ def decoded_nf4(tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Te
 
 
 def test_nf4_is_decoded_as_bitsandbytes_did() -> None:
-    """Recorded on a CPU by bitsandbytes 0.50.2: blocks of 64, and of 128 with scales in 8 bits."""
+    """The data was recorded on a CPU with bitsandbytes 0.50.2: blocks of 64 values, and of 128 with 8-bit scales."""
     recorded = load_file(Path(__file__).parents[2] / "data/bitsandbytes_nf4.safetensors")
     cases = [name.removesuffix(".dequantized") for name in recorded if name.endswith(".dequantized")]
     assert len(cases) == 6
@@ -139,7 +139,7 @@ def test_nf4_is_decoded_as_bitsandbytes_did() -> None:
 
 
 def test_int4_is_decoded_as_compressed_tensors_did(tmp_path: Path) -> None:
-    """Recorded with version 0.20.0: groups of columns and whole rows, with and without zero points, in three dtypes."""
+    """The data, recorded with version 0.20.0, covers column groups, whole rows, zero points and three dtypes."""
     recorded = load_file(Path(__file__).parents[2] / "data/compressed_tensors_int4.safetensors")
     cases = [name.removesuffix(".decompressed") for name in recorded if name.endswith(".decompressed")]
     assert len(cases) == 4
@@ -184,7 +184,7 @@ def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path, change:
 def test_nf4_is_decoded_as_bitsandbytes_does() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     generator = torch.Generator().manual_seed(5)
-    # A partial last block; nested scales.
+    # The cases include a partial last block and nested scales.
     for shape, dtype, block, nested in itertools.product(
         ((33, 130), (160, 512)), (torch.float32, torch.bfloat16, torch.float16), (64, 128), (False, True)
     ):
@@ -229,7 +229,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_quantized_conv1d_of_any_shape_is_refused(tmp_path: Path) -> None:
-    """transformers transposes it first: a square one would be read transposed without an error."""
+    """Transformers transposes Conv1D weights before quantization, so square ones would be misread without an error."""
     plain = tmp_path / "plain"
     AutoModelForCausalLM.from_config(tiny_config("gpt2"), dtype=torch.float32).save_pretrained(plain)
     name = "transformer.h.0.attn.c_proj.weight"
@@ -246,7 +246,7 @@ def test_quantized_conv1d_of_any_shape_is_refused(tmp_path: Path) -> None:
 def test_expert_parts_match_the_plain_folder(
     tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut, with plain biases between packed weights, in the compute dtype or in another one."""
+    """Experts are split. Their biases are not packed, lie between packed weights, and may have another dtype."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     quantized, plain = quantized_pair(tmp_path, "mxfp4")
     tensors = load_file(quantized / "model.safetensors")
@@ -279,7 +279,7 @@ def test_expert_parts_match_the_plain_folder(
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8 experts", "int4 experts"])
 def test_fused_expert_blocks_match_the_plain_folder(tmp_path: Path, method: str) -> None:
-    """Packed, transposed, or with a tensor for each expert: unpacking gives the same values as loading."""
+    """Unpacking gives the same values as loading, for transposed tensors and for a separate tensor per expert."""
     blocks = []
     for folder in quantized_pair(tmp_path, method):
         graph = build_graph(folder, lora=LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",)))
@@ -312,7 +312,7 @@ def test_fused_expert_blocks_match_the_plain_folder(tmp_path: Path, method: str)
     ],
 )
 def test_packed_bytes_of_no_finite_number_end_the_run(tmp_path: Path, method: str, part: str, damage: Any) -> None:
-    """They are checked when they are read from the folder, wherever the block goes then."""
+    """The values are checked when they are read from the folder, whatever the block's home."""
     model, _ = quantized_pair(tmp_path, method)
     tensors = load_file(model / "model.safetensors")
     name = next(name for name in tensors if name.endswith(f"{METHODS[method].ends[-1]}{part}"))

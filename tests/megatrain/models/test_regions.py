@@ -1,4 +1,4 @@
-"""Regions: boxes within a range cover exactly the elements of the range."""
+"""A region that is clipped to a range becomes boxes with exactly the elements in the range."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def elements(shape: Sequence[int], strides: Sequence[int], start: int) -> Iterat
 
 
 def pairs(region: Region) -> list[tuple[int, int]]:
-    """Return (target, source) for each element."""
+    """Return the target and source positions of each element."""
     targets = elements(region.shape, region.target_strides, region.target_start)
     sources = elements(region.shape, region.source_strides, region.source_start)
     return list(zip(targets, sources, strict=True))
@@ -25,7 +25,7 @@ def pairs(region: Region) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_boxes_within_a_range_have_exactly_its_elements(order: tuple[int, ...]) -> None:
-    """In a transposed target, rows overlap, so a range can touch the first and the last part of many rows."""
+    """In a transposed target, the rows are interleaved, so a range can begin and end inside many rows."""
     source = torch.empty(3, 4, 5)
     shape = tuple(source.shape[dimension] for dimension in order)
     target = torch.empty(2, *shape)[1].permute(*(order.index(dimension) for dimension in range(3)))

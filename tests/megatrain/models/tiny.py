@@ -1,4 +1,4 @@
-"""Tiny random models of many families, their skeletons on the meta device, and layouts over them."""
+"""Tiny random models of many families, with their skeletons on the meta device, layouts and weights."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Graph:
-    """A skeleton and its layouts, in an order that a test may change."""
+    """Skeleton and layouts of a model. Tests may reorder the layouts."""
 
     model: PreTrainedModel
     layouts: dict[str, UnitLayout]
@@ -89,13 +89,13 @@ class Graph:
 
 
 def build_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """Return a real model whose every weight and persistent buffer is random and different."""
+    """Return an fp32 model in memory, with random weights and random persistent buffers."""
     model_type, values = FAMILIES[family]
     return build_model_of(AutoConfig.for_model(model_type, **values), seed)
 
 
 def build_model_of(config: Any, seed: int = 0) -> PreTrainedModel:
-    """Return what ``build_model`` does, for a configuration."""
+    """Return a model like ``build_model``, but for the given config."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -109,13 +109,13 @@ def build_model_of(config: Any, seed: int = 0) -> PreTrainedModel:
 
 
 def build_graph(config: Any) -> Graph:
-    """Return the skeleton for ``config``; none of its parameters has memory."""
+    """Return the skeleton for ``config``, with all parameters on the meta device."""
     graph = spec.build_graph(config)
     return Graph(graph.model, dict(graph.layouts))
 
 
 class Weights:
-    """Flat fp32 blocks of a graph, as the store would hold them; also a source for the export."""
+    """Flat fp32 blocks of a graph, as a store would hold them. They can be the source of an export."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -1,4 +1,4 @@
-"""Bytes per parameter of a bf16 step with everything on the drive, at the minimum RAM: fewer bytes come first."""
+"""Bytes per parameter that a bf16 step moves to and from the drive, for the plan with the minimum RAM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 
-#: The model is mostly many layers: its two ends need little in comparison.
+#: Most parameters are in the layers. The embedding and the head are small in comparison.
 SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 512,

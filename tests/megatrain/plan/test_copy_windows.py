@@ -1,4 +1,4 @@
-"""The number of copy buffers: computed by sums over uses, compared with an enumeration of windows."""
+"""The number of copy buffers, computed by sums over uses, equals a count that enumerates all windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain.plan.copy_windows import CopyWindows, TickCopies
 
 
 def by_hand(copies: list[TickCopies], num_ticks: int) -> dict[int, list[int]]:
-    """Count each window: the held blocks, and one passing group per tick."""
+    """Return each window's buffers by size: one for each held block, and enough for one passing group per tick."""
     sizes = {size for tick in copies for group in (tick.held, *tick.passing) for size in group.values()}
     largest = {
         size: max([0, *(list(group.values()).count(size) for tick in copies for group in tick.passing)])

@@ -1,4 +1,4 @@
-"""Predicted times: arithmetic by hand, the bottleneck of a step, T*, wear; nothing unmeasured looks measured."""
+"""Predicted times, bottlenecks, T* and wear equal calculations by hand, and missing measurements are reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_at(folder: Path, *, nvme: int = 1, **tables: str) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan with nearly everything on the drive."""
+    """Return a plan with nearly everything on the drive."""
     folder = tmp_path_factory.mktemp("plan")
     planned = plan_run(resolve(load_config(config_at(folder, ram="6MiB")).config))
     assert planned.traffic["nvme->ram"] > planned.traffic["ram->nvme"] > 0
@@ -61,7 +61,7 @@ def shape_of(folder: Path, **changes: object) -> StepShape:
 
 
 def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = None, **changes: object) -> Estimate:
-    """Estimate on a machine where, by default, only FLOPs take processor time."""
+    """Estimate a step on a machine where, by default, element-wise work and launches take no time."""
     products = cast("dict[str, float]", changes.get("matmul_flops_per_s", {"cpu/float32": 1e11}))
     free = {
         "attention_flops_per_s": products,
@@ -73,7 +73,7 @@ def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = N
 
 
 def seconds_of(found: Estimate) -> dict[str, float]:
-    """Return the causes that take a significant time."""
+    """Return the seconds of each cause that takes a significant time."""
     return {name: seconds for name, seconds in found.seconds.items() if seconds > 1e-12}
 
 
@@ -87,16 +87,16 @@ RATES: dict[str, Any] = {
 
 
 def work_by_hand(plan: Plan) -> dict[str, float]:
-    """Add up a micro-batch: every visit forward, again and backward, and the head with its logits once more."""
+    """Add up the work of a micro-batch: each visit's forward, recompute and backward, and the head."""
     parts = [each for visit in plan.trace.visits for each in (visit.forward, visit.backward)] + [plan.trace.head]
     assert not plan.program.recompute.kept_graphs and not plan.program.recompute.saved_attention
-    assert plan.trace.head_parts == 1  # no logits are made twice
+    assert plan.trace.head_parts == 1  # no logits are recomputed
     return {
         "products": sum(part.product_flops for part in parts),
         "attention": sum(part.attention_flops - part.skipped_flops for part in parts),
         "bytes": sum(part.moved_nbytes for part in parts),
-        # A GPU's products read and write fp32 sums: all parameters but the last norm's are in layers with products, or
-        # in the tied head.
+        # On a GPU, products also read and write fp32 gradient sums. This applies to all parameters except the last
+        # norm's, since the others are in layers with products or in the tied head.
         "sums": 8 * (plan.graph.num_parameters - plan.graph.config.hidden_size),
         "launches": sum(part.launches for part in parts),
         "leases": sum(len(tick.uses) for tick in plan.program.ticks),
@@ -107,7 +107,7 @@ def test_seconds_of_a_drive() -> None:
     one = drive(2e9, 1e9, 1.5e9)
     assert nvme_seconds(3e9, 0, one) == pytest.approx(1.5)
     assert nvme_seconds(0, 3e9, one) == pytest.approx(3.0)
-    assert nvme_seconds(3e9, 3e9, one) == pytest.approx(4.0)  # one ceiling for both: 6 GB at 1.5 GB/s
+    assert nvme_seconds(3e9, 3e9, one) == pytest.approx(4.0)  # reads and writes share one limit: 6 GB at 1.5 GB/s
     assert nvme_seconds(5e9, 3e9, one) == pytest.approx(4.0 + 1.0)
     slowing = drive(2e9, 1e9, 1.5e9, sustained_write_bytes_per_s=0.5e9)
     assert nvme_seconds(3e9, 3e9, slowing) == pytest.approx(6.0)
@@ -115,12 +115,12 @@ def test_seconds_of_a_drive() -> None:
 
 
 def test_flops_of_a_token_by_hand(plan: Plan) -> None:
-    """Each layer forward, again, and backward (twice a forward); the head once; the half of causal attention.
+    """Count each layer's forward, recompute and backward (twice a forward), and the head without a recompute.
 
-    The last product of a layer is not recomputed.
+    Only half of the causal attention counts, and the last product of a layer is not recomputed.
     """
     config, length = plan.graph.config, plan.run.batch.max_length
-    embedding = config.vocab_size * config.hidden_size  # tied: the head
+    embedding = config.vocab_size * config.hidden_size  # tied to the head
     in_layers = sum(
         entry.numel
         for layout in plan.graph.layouts.values()
@@ -162,7 +162,7 @@ def test_a_step_by_hand(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> None:
-    """The slower of the two over the whole step decides; a launch costs the host more for a GPU than for a CPU."""
+    """The slower of the two determines the step time. A launch costs the host more for a GPU than for a CPU."""
     links = {"ram->gpu": 1000, "gpu->ram": 1000}
     placement = replace(plan.placement, traffic_bytes=links)
     on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
@@ -182,7 +182,7 @@ def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> N
 
 
 def test_the_host_moves_blocks_over_the_bus(tmp_path: Path) -> None:
-    """Each transfer costs the time of eight launches; the transfers of a block are its bytes."""
+    """A transfer costs as much host time as eight launches. Transfers times block sizes add up to the bus traffic."""
     path = config_at(tmp_path, gpu="24MiB", placement='weights = ["ram"]')
     plan = plan_run(resolve(load_config(path).config))
     blocks, placement = plan.program.blocks, plan.placement
@@ -239,7 +239,7 @@ def test_step_bound_is_identified(plan: Plan, tmp_path: Path, changes: Mapping[s
 
 
 def test_at_the_crossing_computing_takes_as_long_as_moving(plan: Plan, tmp_path: Path) -> None:
-    """T* from the formula; and the activations' bytes, which grow with the tokens, against a fresh sum."""
+    """With T* tokens, compute and updates take as long as the drive, which also moves activations for each token."""
     rates = {"matmul_flops_per_s": {"cpu/float32": 1e12}, "adamw_params_per_s": {"float32": 1e10}}
     found = estimate(plan, tmp_path, **rates)
     assert found.bound_by == "nvme"
@@ -286,7 +286,7 @@ def test_gpu_updates_overlap_the_forward(plan: Plan, tmp_path: Path) -> None:
         on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8},
         adamw_params_per_s={"float32": plan.graph.num_parameters / 3},
     )  # fmt: skip
-    assert 1.0 < forward_s < 2.5  # computed while the optimizer runs
+    assert 1.0 < forward_s < 2.5  # this part of the computation overlaps the optimizer
     assert slow.step_s == pytest.approx(8.0 - forward_s + 3.0, rel=0.02)
     assert slow.crossing_tokens == pytest.approx(384 * slow.seconds["optimizer"] / forward_s)
     fast = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 0.5})
@@ -294,7 +294,7 @@ def test_gpu_updates_overlap_the_forward(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp_path: Path) -> None:
-    """Updates that wait for the norm hide behind the first forward; others behind the last backward."""
+    """Updates that wait for the norm overlap the first forward. Other updates overlap the last backward."""
     updates = plan.program.updates
     num_parameters = plan.updates.num_weights(on_gpu=False)
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
@@ -319,14 +319,14 @@ def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp
             assert found.step_s == pytest.approx(8 - hiding_s + 7, rel=1e-6), (order, phase)
             hidden = estimate(other, tmp_path, adamw_params_per_s={"float32": num_parameters / hiding_s * 1.1}, **rates)
             assert hidden.step_s == pytest.approx(8, rel=1e-6), (order, phase)
-            if order == "layer":  # with twice the tokens twice as much is hidden
+            if order == "layer":  # twice the tokens hide twice the update time
                 assert found.crossing_tokens == pytest.approx(384 * 7 / hiding_s)
             else:
                 assert found.crossing_tokens == pytest.approx(384 * (7 - hiding_s) / 8)
 
 
 def test_the_host_is_no_bottleneck_while_a_gpu_computes_longer(tmp_path: Path) -> None:
-    """The GPU computes and then updates: longer in total than the host's launches, which outlast either alone."""
+    """The host is the bottleneck only if its launches take longer than the GPU's computing and updates together."""
     planned = plan_run(
         resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
     )
@@ -346,7 +346,7 @@ def test_the_host_is_no_bottleneck_while_a_gpu_computes_longer(tmp_path: Path) -
 
 
 def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
-    """There are four vocabulary parts; the second pass recomputes the parts that were not kept."""
+    """The head has four vocabulary parts. Its second pass recomputes the logits of the parts that were not kept."""
     trace = replace(plan.trace, head_parts=4)
     once = flops_per_token(plan)
     logits = 2 * plan.graph.config.vocab_size * plan.graph.config.hidden_size
@@ -357,14 +357,14 @@ def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
 
 
 def test_saved_results_are_copied_once(tmp_path: Path) -> None:
-    """They spare the products of the recompute; the forward reads them and writes a block, which takes time."""
+    """Saved results avoid products in the recompute, but the forward needs time to copy them to a block."""
     path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
     saving = plan_run(resolve(load_config(path).config))
     again = replace(saving, program=replace(saving.program, recompute=KEEP_NOTHING))
     visits = saving.program.recompute.saved_results
     config, num_tokens = saving.graph.config, saving.trace.num_tokens
     assert len(visits) == config.num_hidden_layers
-    # Per token: queries, keys, values, attention with a logarithm for each head, its projection, gate and up.
+    # Per token: queries, keys, values, attention with a log-sum-exp for each head, its projection, gate and up.
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     numbers = heads * width + 2 * kv_heads * width + heads * (width + 1) + config.hidden_size
     numbers += 2 * config.intermediate_size
@@ -379,7 +379,7 @@ def test_saved_results_are_copied_once(tmp_path: Path) -> None:
 
 
 def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
-    """Their operators are one call: the recompute runs all of it, whatever the config requests."""
+    """A compiled layer is a single call, so the recompute runs all of it, whatever the config requests."""
     for text, count in (('compile = true\ncompile_backend = "eager"\n', 0), ("", 4)):
         path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
         path.write_text(path.read_text().replace("[model]", f"[model]\n{text}", 1))
@@ -404,7 +404,7 @@ def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
     assert seconds_of(found) == {
         "compute": pytest.approx(2.0),
         "gpu optimizer": pytest.approx(1.0),
-    }  # 12 in + 12 out + 4
+    }  # 28 bytes per parameter: 12 read, 12 written, and 4 of the gradient
     assert (found.step_s, found.bound_by) == (pytest.approx(3.0), "compute")
     rates = measured_rates(replace(plan, estimate=found))
     assert rates is not None and rates.gpu_update_params_per_s == pytest.approx(num_trained)
@@ -467,7 +467,7 @@ def planned_with(folder: Path, optimizer: str, **tables: str) -> Plan:
 def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
     optimizer: str, touched: int | None, tmp_path: Path
 ) -> None:
-    """AdamW moves 28 bytes per parameter; with coded moments, computing the code takes longer."""
+    """Times are scaled from AdamW's 28 bytes per parameter. Optimizers that also compute more are not predicted."""
     plan = planned_with(tmp_path, optimizer)
     found = estimate(plan, tmp_path)
     if touched is None:
@@ -593,7 +593,7 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_plan_reports_the_estimate(tmp_path: Path) -> None:
-    """Through the planner, with the file of profiles: before, with, and after damage to it."""
+    """The planner reads the profile file: the test plans without the file, with it, and with a damaged file."""
     path = config_at(tmp_path, nvme=2, ram="6MiB")
     before = plan_run(resolve(load_config(path).config)).estimate
     assert before is not None

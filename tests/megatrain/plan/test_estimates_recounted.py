@@ -1,7 +1,7 @@
-"""Predicted seconds, counted again from the tape by code independent of the estimate.
+"""Predicted times equal times that are counted from the tape by code independent of the estimate.
 
-Only people read these figures, so nothing else would reveal a mistake in them: with several processes, with paths that
-share a drive, with a teacher's scores.
+Only people read these times, so no other test would reveal a mistake for several processes or for paths that share a
+drive.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Plan]:
 
 
 def tape_of(plan: Plan) -> Tape:
-    """Return the tape of a step between the first and the last, which finds the copies left by the previous step."""
+    """Return the tape of a middle step, which starts with the copies that the previous step left."""
     parts = (plan.program, plan.placement.homes, plan.placement.stays)
     return compile_step(*parts, pinned=compile_step(*parts, updates=False).pinned)
 
 
 def drives_of(plan: Plan) -> tuple[int, int]:
-    """Count a rank's drive reads and writes in a step: leases that fetch, and leases that write back."""
+    """Return the bytes that a rank's leases fetch from and write back to drives in a step."""
     homes, blocks = plan.placement.homes, plan.program.blocks
     read = written = 0
     for op in tape_of(plan).ops:
@@ -70,7 +70,7 @@ def drives_of(plan: Plan) -> tuple[int, int]:
 
 
 def updated_by(plan: Plan) -> int:
-    """Count the numbers that a rank's updates read and write as fp32 masters."""
+    """Return the number of fp32 master elements that a rank updates in a step."""
     keys = {use.key for op in tape_of(plan).ops if op.phase == "update" for use in op.uses if use.mode == "rw"}
     return sum(plan.program.blocks[key].num_elements for key in keys if plan.program.blocks[key].kind == "weights")
 
@@ -85,7 +85,7 @@ def busy_s(read: float, written: float, rates: DriveProfile) -> float:
 
 
 class Machine:
-    """A machine that assigns a folder to a drive by the first part of its path below a root."""
+    """Machine whose drives are named by the first part of a path below the root."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -100,7 +100,7 @@ class Machine:
             monkeypatch.setattr(f"{module}.file_system_of", named)
 
     def of(self, path: Path) -> str:
-        """Return the drive of a path."""
+        """Return the name of a path's drive: "m" for the root and for paths outside it."""
         return (path.relative_to(self.root).parts or ("m",))[0] if path.is_relative_to(self.root) else "m"
 
     @property
@@ -123,7 +123,7 @@ def shape_at(plan: Plan, here: Machine, names: Sequence[str]) -> StepShape:
 def test_seconds_of_drives_and_updates(
     world: str, names: Sequence[str], plans: Mapping[str, Plan], here: Machine
 ) -> None:
-    """The processes of a host share its drives and its cores: each rank's figures sum over all of them."""
+    """The processes of a host share its drives and cores, so the predicted times include the work of all of them."""
     plan, on_host = plans[world], WORLDS[world][0] // WORLDS[world][1]
     shape = shape_at(plan, here, names)
     found = estimate_step(plan, shape, LoadedProfile(here.profile)).seconds
@@ -138,7 +138,7 @@ def test_seconds_of_drives_and_updates(
 
 
 def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -> None:
-    """Only padding of shards to equal lengths is extra: less than a piece of 65,536 numbers per rank and block."""
+    """The only extra is padding of shards to equal lengths: less than 65,536 elements per rank and layout."""
     alone = updated_by(plans["one process"])
     for world, (size, _) in WORLDS.items():
         padding = size * 65_536 * len(plans[world].graph.layouts)
@@ -148,7 +148,7 @@ def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -
 def occasions_of(
     plan: Plan, here: Machine, names: Sequence[str]
 ) -> Iterator[tuple[OutsideTraffic, dict[str, list[float]]]]:
-    """Yield each occasion with its reads and writes per drive, counted from homes and formats."""
+    """Yield each occasion (start, checkpoint, export) with the bytes that it should read and write on each drive."""
     homes = plan.placement.homes
     saved = [block for block in plan.program.blocks.values() if block.is_saved]
     shape = shape_at(plan, here, names)
@@ -179,7 +179,7 @@ def occasions_of(
 def test_seconds_of_start_checkpoint_and_export(
     names: Sequence[str], out: str, plans: Mapping[str, Plan], here: Machine
 ) -> None:
-    """Everything on a shared drive waits for it: paths of the tier, `output_dir`, the model's folder."""
+    """A drive's time covers all folders on it: the tier's paths, `output_dir` and the model's folder."""
     plan = plans["one process"]
     folder = here.root / out
     folder.mkdir(exist_ok=True)

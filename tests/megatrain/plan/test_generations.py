@@ -48,7 +48,7 @@ def durable_bytes(plan: Plan, tier: str) -> int:
 def test_each_generation_takes_the_durable_bytes(tmp_path: Path, overrides: tuple[str, ...], sets: int) -> None:
     plan = make_plan(tmp_path, *overrides, placement=ON_DRIVE)
     held = durable_bytes(plan, "nvme")
-    # fp32 weights, m and v of each parameter, and alignment.
+    # For each parameter a weight, m and v in fp32, plus alignment.
     num_parameters = sum(layout.num_elements for layout in plan.graph.layouts.values())
     assert 12 * num_parameters <= held < 12 * num_parameters + MiB
     assert plan.placement.generation_bytes == {"ram": 0, "nvme": sets * held}

@@ -28,9 +28,9 @@ def config_of(folder: Path, tiers: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("total", "tiers", "expected"),
     [
-        (140 * GiB, "", 133 * GiB),  # 5 % of it are more than libraries take
+        (140 * GiB, "", 133 * GiB),  # 5 % of the memory is more than libraries need
         (16 * GiB, "", 15 * GiB),
-        (4 * GiB, "", 4 * GiB - 4 * GiB // 10),  # a tenth at most
+        (4 * GiB, "", 4 * GiB - 4 * GiB // 10),  # the margin is at most a tenth
         (140 * GiB, '[tiers]\nsafety_margin = "512MiB"\n', 139 * GiB),
         (16 * GiB, '[tiers.gpu]\nsize = "15.5GiB"\n', 15 * GiB + 512 * MiB),
     ],

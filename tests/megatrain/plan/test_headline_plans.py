@@ -1,7 +1,7 @@
-"""The plans that motivated the project, from real config.json values: any CPU makes each in seconds, in little memory.
+"""The project's headline plans, for published models. Any CPU computes each plan in little time and memory.
 
-A row with ``waits_for`` is not hidden: while the feature is missing the plan must be refused. Once the feature exists,
-the row fails until ``waits_for`` is removed.
+A plan with ``waits_for`` must be refused as long as that feature is missing. Once the feature exists, the test fails
+until ``waits_for`` is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "examples" / "models"
-#: Above the 30 s that a quiet machine needs at most: other programs may use this one.
+#: Well above the 30 s that an idle machine needs at most, because other programs may be running.
 PATIENCE_S = 280
 MOST_BYTES = 2 * 2**30
 
@@ -50,13 +50,13 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Headline:
-    """One claim of the project, as a plan.
+    """Claim of the project, in the form of a plan.
 
     Attributes:
-        parameters: of the published model.
-        least_tokens_per_s: predicted minimum, with assumed rates for unmeasured hardware.
-        most_crossing_tokens: T*, or 0 if compute is always the limit.
-        waits_for: the missing feature without which it does not fit, or "".
+        parameters: number of parameters of the published model.
+        least_tokens_per_s: lower bound of the predicted rate, with assumed rates for unmeasured hardware.
+        most_crossing_tokens: upper bound of T*, in tokens per step; 0 if compute must always be the limit.
+        waits_for: missing feature without which the plan does not fit, or "".
     """
 
     name: str
@@ -72,7 +72,7 @@ class Headline:
     waits_for: str = ""
 
     def found(self, folder: Path) -> dict[str, Any]:
-        """Plan it in another process, whose memory is only the plan's."""
+        """Return the plan's figures. A child process makes the plan, so that its peak memory is the plan's."""
         drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(self.num_drives))
         (folder / "run.toml").write_text(
             f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{MODELS / self.model}"\n'
@@ -87,7 +87,7 @@ class Headline:
 
 
 H200 = "h200-1.5tb"
-#: No reserve for other programs if the claim is about the RAM of the machine.
+#: For claims about all RAM of a machine, without a reserve for other programs.
 ALL_RAM = "tiers.ram.size=1500GiB"
 IN_CI = (
     Headline(
@@ -95,7 +95,7 @@ IN_CI = (
         changes=(ALL_RAM, "optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # 12 bytes per parameter
     ),
 )  # fmt: skip
-#: The rest, for changes of the planner: half a minute each.
+#: Slow plans, to run after changes of the planner. Each takes half a minute.
 SLOW = (
     Headline("120b_moe_in_ram", "gpt-oss-120b", H200, 0, 116_829_156_672, 65_536, 2400, 800_000, changes=(ALL_RAM,)),
     Headline("14b_beside_zero3", "Qwen2.5-14B", "gh200", 0, 14_770_033_664, 96 * 1024, 1614, 50_000, length=1024),
@@ -153,15 +153,15 @@ def test_adapters_of_671b_on_one_4090(tmp_path: Path) -> None:
     )  # fmt: skip
     found = row.found(tmp_path)
     assert "refused" not in found, found
-    assert found["parameters"] == row.parameters  # with its adapters
-    assert found["traffic"]["folder->ram"] >= 2 * found["totals"]["folder"] * 0.9  # forward, and backward
+    assert found["parameters"] == row.parameters  # including the adapters
+    assert found["traffic"]["folder->ram"] >= 2 * found["totals"]["folder"] * 0.9  # for the forward and the backward
     assert found["predicted_tokens_per_s"] > 0 and found["most_bytes"] < MOST_BYTES
     assert all(found["totals"][tier] <= capacity for tier, capacity in found["budgets"].items())
 
 
 @pytest.fixture(scope="module")
 def what_fits() -> ModuleType:
-    """Import the program that makes docs/what_fits.md and docs/what_fits_tables.md."""
+    """Import the program that writes docs/what_fits.md and docs/what_fits_tables.md."""
     spec = importlib.util.spec_from_file_location("what_fits", ROOT / "docs" / "what_fits.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -171,7 +171,7 @@ def what_fits() -> ModuleType:
 
 
 def test_fit_page_marks_assumed_rates(what_fits: ModuleType) -> None:
-    """These are the rates whose origin in the machine's file is an estimate, and no others."""
+    """The page marks exactly the rates that are estimates in the machine's file."""
     page = what_fits.TABLES.read_text(encoding="utf-8")
     assert page.startswith(what_fits.TABLES_HEAD) and what_fits.PAGE.read_text(encoding="utf-8").startswith(
         what_fits.HEAD
@@ -195,7 +195,7 @@ def test_fit_page_marks_assumed_rates(what_fits: ModuleType) -> None:
 
 @pytest.mark.timeout(PATIENCE_S)
 def test_fit_page_matches_the_planner(what_fits: ModuleType) -> None:
-    """The test covers some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
+    """Only some rows of the smallest model are checked. `python docs/what_fits.py` writes the whole page again."""
     page = what_fits.TABLES.read_text(encoding="utf-8")
     for name in ("rtx4090-128gb", "h200-1.5tb", "laptop-32gb"):
         (line,) = list(what_fits.table([what_fits.row_of(what_fits.Case("SmolLM3-3B", name))]))[2:]

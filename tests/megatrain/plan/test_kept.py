@@ -1,4 +1,4 @@
-"""The graphs that a plan keeps in spare memory, its messages about them, and their effect on its times."""
+"""Graphs and results that a plan keeps in spare memory, messages about them, and their effect on predicted times."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_last_layers_are_kept_up_to_the_memory(tmp_path: Path) -> None:
         one = kept_bytes(plan, [5])
         room_bytes = plan.budgets["ram"] - plan.totals["ram"]
         assert 0 <= room_bytes < everything.kept_bytes / 4, "the graph of another layer does not fit"
-        # At the peak, some graphs do not exist yet or any more, and one is part of the workspace of its visit.
+        # At the peak, not all kept graphs exist at once, and one of them is part of its visit's workspace.
         assert kept_bytes(plan, kept) - one <= plan.kept_bytes < kept_bytes(plan, kept) + PAGE_BYTES
         assert plan.placement.workspace_bytes["ram"] == none.placement.workspace_bytes["ram"] + plan.kept_bytes
         activations = [block for block in plan.program.blocks.values() if block.kind == "activations"]
@@ -85,7 +85,7 @@ def test_last_layers_are_kept_up_to_the_memory(tmp_path: Path) -> None:
 
 
 def test_copies_come_before_graphs(tmp_path: Path) -> None:
-    """If blocks are fetched, spare space serves prefetches and stays first."""
+    """If blocks are fetched, spare memory is used for prefetched and staying copies before graphs are kept."""
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]')
     assert plan.placement.working_bytes["ram"] and not plan.program.recompute.kept_graphs
 
@@ -149,7 +149,7 @@ SELECTIVE = 'recompute = "selective"'
 
 
 def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
-    """Covers queries, keys, values, attention with its sums, its projection, gate and up; not the last product."""
+    """Saved are queries, keys, values, attention with its sums and projection, gate and up; not the last product."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     assert selective.program.recompute.saved_results == {1, 2, 3, 4} and not full.program.recompute.saving_visits
     config, rows, length = selective.graph.config, 2, 64
@@ -166,7 +166,7 @@ def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> None:
-    """A byte of results saves more products than a byte of graphs, and results leave less space for graphs."""
+    """Per byte, saved results avoid more recomputed products than kept graphs do, so results come first."""
     full, most = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path)
     selective = make_plan(tmp_path, training=SELECTIVE)
     assert most.program.recompute.kept_graphs == set(range(6)) and not result_blocks(most)
@@ -247,7 +247,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     less = flops_per_token(again) - flops_per_token(kept)
     last = sum(trace.visits[visit].unneeded_products.work.flops for visit in kept.program.recompute.kept_graphs)
     never_again = last / trace.num_tokens
-    # Plus half of causal attention.
+    # The tolerances are for attention, of which only the causal half counts.
     assert 0.85 * saved < less < saved and less == pytest.approx(2 * once - never_again, rel=0.1)
     estimates = [estimate_step(plan, shape, LoadedProfile(machine)).seconds["compute"] for plan in (again, kept)]
     recomputed = [trace.visits[visit].recompute for visit in kept.program.recompute.kept_graphs]
@@ -260,7 +260,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
 
 
 def test_plan_reports_recompute_and_the_memory_to_avoid_it(tmp_path: Path) -> None:
-    """The share matches PyTorch's count for a model that keeps its graphs, and the plan that saves everything."""
+    """The share matches a count by PyTorch. The memory matches the plan that saves all results."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     none = make_plan(tmp_path, training='recompute = "none"')
     (line,) = (text for text in messages(full) if "recomputes" in text)

@@ -1,4 +1,4 @@
-"""Traces shared by plans of tests: any change to a trace's inputs makes a new trace."""
+"""The plans of tests share traces, but any change to a trace's inputs makes a new trace."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from processes import warm
 
 @pytest.fixture
 def num_traces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Return a function that counts the traces made."""
+    """Return a function that returns the number of traces made so far."""
     kept = traced.trace_visits
-    assert isinstance(kept, functools.partial) and is_keeping(kept)  # by conftest
+    assert isinstance(kept, functools.partial) and is_keeping(kept)  # set by conftest
     traces: list[VisitTrace] = []
     (trace,) = kept.args
 
@@ -61,7 +61,7 @@ def test_trace_cache_distinguishes_all_its_inputs(
         patches.setattr(head_plan, "_COLUMNS", 500)
         assert plan() is not first
     forward = LlamaMLP.forward
-    for number in (5, 6):  # each a separate function
+    for number in (5, 6):  # each patch is a separate function
         with monkeypatch.context() as patches:
             patches.setattr(LlamaMLP, "forward", lambda self, x: forward(self, torch.relu(x)))
             assert plan() is not first
@@ -86,7 +86,7 @@ def test_unpatched_process_reuses_the_stored_trace(tmp_path: Path, monkeypatch: 
     path.write_text(config_text(tmp_path, write_tiny_model(tmp_path / "model")))
 
     def plan() -> VisitTrace:
-        monkeypatch.setattr(traces, "_KEPT", {})  # like a process that has not planned
+        monkeypatch.setattr(traces, "_KEPT", {})  # like a process that has not planned yet
         return planner.plan_run(resolve(load_config(path).config)).trace
 
     done = warm.run([sys.executable, "-c", PLAN], cwd=tmp_path, timeout=120)

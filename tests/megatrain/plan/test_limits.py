@@ -1,4 +1,4 @@
-"""Config requests that a machine cannot meet: sizes, file systems that are no drive, mounts."""
+"""Config requests that a machine cannot meet: sizes, file systems that are not drives, and missing mounts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Write = Callable[..., Any]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Return the config with some tiers as TOML."""
+    """Return a function that loads a config with the given tiers, written as TOML."""
 
     def write(tiers: str) -> Any:
         path = tmp_path / "run.toml"
@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 16 GiB, of which 12 are free."""
+    """Simulate a machine with 16 GiB of RAM, of which 12 GiB are free."""
     monkeypatch.setattr(this_machine, "total_ram_bytes", lambda: 16 * GiB)
     monkeypatch.setattr(this_machine, "available_ram_bytes", lambda: 12 * GiB)
 
@@ -96,7 +96,7 @@ def test_a_limit_of_a_cgroup_is_named(write: Write, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("ram")
 def test_an_emulated_gpu_takes_ram(write: Write) -> None:
     config = write('[tiers.ram]\nsize = "9GiB"\n[tiers.gpu]\nsize = "8GiB"')
-    assert find_objections(tiers_of(config), CPU) == ()  # on a CPU without a GPU tier the size has no effect
+    assert find_objections(tiers_of(config), CPU) == ()  # on a CPU, the GPU size has no effect without emulation
     emulated = config.advanced.model_copy(update={"emulate_gpu": True})
     (found,) = find_objections(tiers_of(config.model_copy(update={"advanced": emulated})), CPU)
     assert found.kind == "size" and 'tiers.ram.size = "9GiB" and tiers.gpu.size = "8GiB" together are' in found.text
@@ -153,7 +153,7 @@ def test_file_system_kinds_are_classified(kind: str, write: Write, monkeypatch: 
     assert all(kind in each.text and each.key == "tiers.nvme.0.path" for each in found)
 
 
-#: Lines as WSL writes them: version 2 over 9p, newer ones over virtiofs, and version 1.
+#: Mounts of Windows drives in WSL: version 2 with 9p, newer releases with virtiofs, and version 1 with drvfs.
 WINDOWS = {"9p": r"9p C:\134 rw,aname=drvfs;path=C:\;uid=1000", "virtiofs": "virtiofs C: rw", "drvfs": "drvfs C: rw"}
 
 
@@ -231,7 +231,7 @@ def cgroup(root: Path, name: str, limit: str, used: int, cache: int) -> None:
 
 
 def test_limits_of_a_container_and_of_a_job(tmp_path: Path) -> None:
-    """A container is at the root of its visible tree; a job of a batch system is somewhere in the tree."""
+    """A container sees its cgroup as the root of the tree. The cgroup of a batch job is deeper in the tree."""
     cgroup(tmp_path, "", str(64 * MiB), 30 * MiB, 20 * MiB)
     assert cgroups.total_ram_bytes(tmp_path, NO_CGROUP) == 64 * MiB
     assert cgroups.available_ram_bytes(tmp_path, NO_CGROUP) == 54 * MiB  # file caches are freed when RAM is needed

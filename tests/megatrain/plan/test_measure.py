@@ -1,4 +1,4 @@
-"""Timing the steps of a plan: every tick, within the RAM tier's size, without data, weights or files."""
+"""Timing the steps of a plan covers every tick, stays within the RAM tier, and needs no data, weights or files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
 
 
 def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses equal a random guess's, the gradients have nonzero norms, and no weight changes.
+    """The losses are near that of a random guess, and the gradient norms are nonzero.
 
     The kernels are compiled before the first step. A slow first update would reduce the number of timed micro-batches.
     """
@@ -123,7 +123,7 @@ def test_blocks_share_slabs_of_their_kind(kind_bytes: int, write: Write) -> None
             tensors[key] = tier.tensor(slot, (block.num_elements,), block.dtype)
         assert tier.usage().free_bytes == 0
         places = {(tensor.data_ptr(), blocks[key].kind) for key, tensor in tensors.items()}
-        assert len(places) == len({address for address, _ in places})  # never two kinds in one place
+        assert len(places) == len({address for address, _ in places})  # no two kinds share an address
         if kind_bytes >= 1024 * MiB:
             assert len(places) == len(blocks) and tier.memory_bytes == tier.capacity_bytes
         weights = [tensor for key, tensor in tensors.items() if blocks[key].kind == "weights"]
@@ -149,7 +149,7 @@ def test_batches_look_like_the_data(write: Write) -> None:
 
 
 def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tick takes one second plus two per micro-batch; the extrapolation finds this from any timed numbers."""
+    """A tick takes one second plus two per micro-batch, so the extrapolation to 12 micro-batches gives 25 s."""
     plan = planned(write(), "gradient_accumulation_steps=12")
     asked: list[int] = []
 
@@ -166,7 +166,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
 def test_kept_graphs_are_timed_with_shared_weight_memory(write: Write, optim: str) -> None:
-    """Updates of later layers write there between a forward and its backward: wrong numbers, but no refusal."""
+    """Updates of other layers overwrite weights between a forward and its backward. Wrong values are not refused."""
     plan = planned(write(training='recompute = "none:3"', optimizer=f'optim = "{optim}"'))
     assert plan.kept_bytes
     ticks = measure_ticks(plan, budget_s=0.0, kind_bytes=0)

@@ -1,4 +1,4 @@
-"""RAM left open for copies: none if all fits, a tenth by default, the fastest amount if rates are known."""
+"""RAM left open for copies: none if everything fits, a tenth by default, the fastest amount if rates are known."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
 def test_results_are_saved_next_to_moving_blocks_if_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It pays with a fast drive and a slow processor, not in reverse; and never on a drive, which it would wear."""
+    """Saving results pays off with a fast drive and a slow processor. It is never done on a drive, because of wear."""
     monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=drive, flops=flops))
     state = {"placement": 'optimizer = ["nvme"]'}
     plan = make_plan(tmp_path, "40MiB", **state)
@@ -105,7 +105,7 @@ def test_results_are_saved_next_to_moving_blocks_if_faster(
 def test_number_of_layers_that_save_results_is_optimal(
     ram: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared with every valid number of layers: the shortest step without additional writes to the drive."""
+    """Of all numbers of layers that add (almost) no drive writes, the plan chooses the one with the shortest step."""
     monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=1e10, flops=1e9))
 
     def written(recompute: str) -> Plan:

@@ -40,8 +40,7 @@ def planned(
     more: str = "",
     **values: object,
 ) -> Plan:
-    """Plan steps of the first layers of SmolLM3-3B, rows of several documents, for another machine, or for this one's
-    GPU if ""."""
+    """Plan steps of SmolLM3-3B's first layers with packed rows, for another machine or (if "") for this GPU."""
     model, path = folder / "model", folder / "run.toml"
     config = json.loads((EXAMPLES / "models" / "SmolLM3-3B" / "config.json").read_text())
     config |= {"num_hidden_layers": NUM_LAYERS, **values}
@@ -59,7 +58,7 @@ def planned(
 
 
 def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
-    """Each weight's gradient is one launch, attention one for all documents, and cross entropy one kernel."""
+    """Each weight gradient takes one launch, attention one for all documents, and cross entropy one kernel."""
     on_cpu, products = planned(tmp_path, "cpu-server-512gb"), 0
     add = GradientAccumulator._add_matmul
 
@@ -82,12 +81,12 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     for phase, work in there.items():
         assert work.product_flops == here[phase].product_flops, phase
         assert here[phase].moved_nbytes / 10 < work.moved_nbytes < here[phase].moved_nbytes / 2, phase
-    # A plan that starts from another one's model does not count operations specific to the other's device.
+    # A plan that reuses another plan's model does not count operations that only the other plan's device needs.
     assert work_of_phases(planned(tmp_path, "cpu-server-512gb", like=on_gpu)) == here
     assert planned(tmp_path, "rtx4090-128gb", like=on_gpu).trace is on_gpu.trace
     num_parts = on_gpu.trace.head_parts
     assert products == 7 * NUM_LAYERS + 2  # including the head's
-    # Per part of the vocabulary: its logits twice, and the gradients of weight, rows and their sum.
+    # For each vocabulary part: its logits twice, the gradients of the weight and the rows, and the sum for the rows.
     assert num_parts == 16 and 5 * num_parts <= there["head"].launches <= 6 * num_parts + 20
 
 
@@ -105,7 +104,7 @@ def test_a_trace_of_padded_rows_is_not_reused_for_rows_without_padding(tmp_path:
 
 
 def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
-    """Fake tensors of the CPU replace the GPU's. The kernels of the plan decide about the workspace."""
+    """The trace uses fake CPU tensors, but counts the workspace of the GPU kernels that the plan chooses."""
     table, count = 'use_liger_kernel = false\nflash_attention = "{}"\n', AttentionCall.workspace_nbytes
     counted: list[tuple[str, bool, int]] = []
 
@@ -116,7 +115,7 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
 
     with (
         mock.patch.object(AttentionCall, "workspace_nbytes", noted),
-        mock.patch.object(traced, "trace_visits", trace_visits),  # no trace of an earlier plan
+        mock.patch.object(traced, "trace_visits", trace_visits),  # traces of earlier plans are not reused
     ):
         for asked, chosen in (("FA2", "FA2"), ("FA3", "FA3"), ("auto", "FA3")):
             counted.clear()
@@ -124,7 +123,7 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
             assert (plan.run.flash, plan.traced.flash_note) == (chosen, "")
             backward = {(flash, nbytes) for flash, is_backward, nbytes in counted if is_backward}
             assert {flash for flash, _, _ in counted} == {chosen}
-            # At least the gradients of 16 heads of 128 numbers in fp32, for few calls.
+            # At least the fp32 gradients of 16 heads of size 128, and less than five times that.
             least = LENGTH * 16 * 128 * 4
             assert backward and least < min(nbytes for _, nbytes in backward) < 5 * least
     narrow = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("auto"), head_dim=80)
@@ -134,7 +133,7 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
 
 
 def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
-    """Eager norms and MLPs move three times the bytes of kernels that read each row once; products are the same."""
+    """Liger's kernels read each row once, so norms and MLPs move fewer bytes. Matrix products are the same."""
     pytest.importorskip("liger_kernel")
     plain, fused = (
         planned(tmp_path, "h200-1.5tb", model_table=f"use_liger_kernel = {text}\n") for text in ("false", '"auto"')
@@ -152,7 +151,7 @@ def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
 
 
 def test_micro_batches_run_sequentially_if_it_reduces_the_cost(tmp_path: Path) -> None:
-    """Weights and gradient sums stay in GPU memory, state in RAM; there is space for results of one micro-batch."""
+    """GPU memory holds weights, gradient sums and one micro-batch's results. The optimizer state is in RAM."""
 
     def plan(number: int, gpu: int, order: str = "auto", **values: object) -> Plan:
         tiers = f'[tiers.gpu]\nsize = "{gpu}GiB"\n[tiers.ram]\nsize = "20GiB"\n'
@@ -167,11 +166,11 @@ def test_micro_batches_run_sequentially_if_it_reduces_the_cost(tmp_path: Path) -
     )
     assert chosen.estimate is not None and by_layer.estimate is not None
     updates_s, compute_s = (chosen.estimate.seconds[name] for name in ("optimizer", "compute"))
-    # Updates wait for the last micro-batch, and hide behind its forward: at most a third of its compute time.
+    # Updates overlap only the last micro-batch's forward, which is at most a third of its compute time.
     assert compute_s + updates_s - compute_s / 48 / 3 < chosen.estimate.step_s < by_layer.estimate.step_s
     # A forward is a fourth of a step that recomputes everything.
     assert 0.75 * flops_per_token(by_layer) < flops_per_token(chosen) < flops_per_token(by_layer)
-    # Two micro-batches fit in the results' space; in a smaller tier weights would move for each.
+    # By layer is better if the results of two micro-batches fit, or if weights would move for each micro-batch.
     assert [plan(2, 6).run.batch.order, plan(16, 3).run.batch.order] == ["layer", "layer"]
 
 

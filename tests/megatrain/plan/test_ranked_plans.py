@@ -55,7 +55,7 @@ def test_a_rank_has_its_share_of_blocks_and_of_the_host(config: Path) -> None:
     for tier in ("ram", "nvme"):
         assert ranked.budgets[tier] == alone.budgets[tier] // 2
     assert len(ranked.run.own_micro_batches) == 2 and ranked.shape.tokens_per_step == alone.shape.tokens_per_step // 2
-    # Half is received and half is sent: weights for two passes, and gradients; the tied head once more.
+    # A rank sends half and receives half of the weights (for two passes) and gradients. The tied head adds one use.
     elements = {key: block.num_elements for key, block in ranked.program.blocks.items() if block.kind == "weights"}
     once = sum(elements.values()) + elements["model.embed_tokens/weight"]
     gathered, exchanged = once + sum(elements.values()), once
@@ -67,7 +67,7 @@ def test_one_process_on_each_host_moves_all_of_it_over_the_network(config: Path)
     assert "ram->ranks" not in plan.traffic
     moved = plan.traffic["ram->hosts"]
     assert moved == plan.traffic["hosts->ram"] == here.traffic["ram->ranks"] > 0
-    assert plan.budgets["ram"] == 2 * here.budgets["ram"]  # each process has the RAM of its host
+    assert plan.budgets["ram"] == 2 * here.budgets["ram"]  # each process has all RAM of its host
     slow = simulate_step(plan, TOKENS, rates(moved / 10))
     assert 10 <= slow.step_s < 10.2 and 5 < slow.stall_s["ranks"] < 10
 
@@ -81,7 +81,7 @@ def test_several_processes_on_each_of_several_hosts_are_refused(config: Path) ->
 
 
 def test_plan_without_ranks_is_for_the_fullest_rank(config: Path) -> None:
-    """Five micro-batches in four lanes: the last of four ranks has two."""
+    """With five micro-batches in four lanes, the last of four ranks has two micro-batches."""
     run = resolve(load_config(config, (), ["training.gradient_accumulation_steps=5"]).config)
     one = run.batch.micro_batch_rows * run.batch.max_length
     fullest = run.as_busiest_rank(4)
@@ -120,7 +120,7 @@ def test_weights_are_gathered_further_ahead_at_no_cost(config: Path) -> None:
     peer = once.traffic["ram->ranks"] / (0.8 * simulate_step(once, TOKENS, rates(1e15)).step_s)
     waits = [simulate_step(plan, TOKENS, rates(peer)).stall_s.get("ranks", 0.0) for plan in (once, ahead)]
     assert 0 < waits[1] < waits[0]
-    # Space for exactly a second copy.
+    # There is space for a second copy, but not for a third.
     tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
     assert plan_of(config, 2, tight, max_ahead=MAX_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
     less = limit_gathers_ahead(ahead, 1)
@@ -130,7 +130,7 @@ def test_weights_are_gathered_further_ahead_at_no_cost(config: Path) -> None:
 def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) -> None:
     with pytest.raises(DoesNotFitError) as refused:
         plan_of(config, 2, "tiers.ram.size=64KiB")
-    least = refused.value.need_bytes  # for each of two ranks
+    least = refused.value.need_bytes  # bytes for each of the two ranks
     for room_bytes, gathers_ahead in ((least, 0), (least + MiB, 1)):
         plan = plan_of(config, 2, f"tiers.ram.size={2 * room_bytes}B")
         assert plan.program.sharding.gathers_ahead == gathers_ahead
@@ -138,7 +138,7 @@ def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) 
 
 
 def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers have space for full copies and sums of one part, but not of a wide vocabulary."""
+    """The minimum has space for full copies and sums of one part, so it does not grow with the vocabulary."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", 1 << 20)
     least: list[int] = []
     for vocab_size in (1 << 15, 1 << 16):
@@ -157,7 +157,7 @@ def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, mo
 
 
 def write_shape(folder: Path, **changes: int) -> Path:
-    """Write a model's config and tokenizer, which plans need, without weights."""
+    """Write and return a model folder with config and tokenizer, which are enough for plans."""
     folder.mkdir()
     AutoConfig.from_pretrained(QUICKSTART, tie_word_embeddings=False, **changes).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

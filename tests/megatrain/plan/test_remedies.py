@@ -1,4 +1,4 @@
-"""Refusals of a run and their remedies: each remedy makes the run fit, and no smaller change does."""
+"""Refused runs and their remedies: each remedy makes the run fit with the stated bytes, and not with fewer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_MICRO_BATCH = "training.gradient_accumulation_steps=1"
 
 @pytest.fixture(params=[("", "8MiB"), ("5MiB", "6MiB")], ids=["CPU", "GPU"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return a refused config: a few MiB of RAM, with or without a GPU tier, and no drive."""
+    """Write and return a config that is refused: a few MiB of RAM, with or without a GPU tier, and no drive."""
     gpu, ram = request.param
     text = config_text(tmp_path, MODEL, nvme=0, gpu=gpu, ram=ram, precision='compute_dtype = "bfloat16"')
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 1")
@@ -78,7 +78,7 @@ def test_sufficient_remedy_is_marked(path: Path) -> None:
 
 
 def test_only_effective_remedies_are_named(path: Path) -> None:
-    """Covers a run that holds no gradients, and a run that may skip a whole step."""
+    """Covers runs that hold no gradients, runs that may skip a step, and micro-batches that run one after the other."""
     changes = [remedy.change for remedy in refused(path, BY_LAYER, BF16_GRADIENTS).remedies]
     assert changes == ["a [[tiers.nvme]]"]
     by_step = 'optimizer.nonfinite="skip"'
@@ -145,7 +145,7 @@ size = "130GiB"
 
 @pytest.fixture
 def mistral_large(tmp_path: Path) -> Path:
-    """123 B parameters, bf16, AdamW, 64k tokens per step, in 130 GiB of GPU memory and 1400 GiB of RAM, no drive."""
+    """Write and return a config: 123 B parameters, bf16, AdamW, 130 GiB of GPU memory, 1400 GiB of RAM and no drive."""
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL_LARGE))
     (tmp_path / "run.toml").write_text(H200.format(folder=tmp_path))
     return tmp_path / "run.toml"
@@ -165,7 +165,7 @@ def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
     assert held["gradients"] <= 2.5 * layer, "at most two layers, and the small ones"
 
 
-@pytest.mark.slow  # several placements of a large program
+@pytest.mark.slow  # solves several placements of a large program
 def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
     error = refused(mistral_large)
     assert error.tier == "ram" and format_size(error.need_bytes) == "1.81 TiB"

@@ -1,4 +1,4 @@
-"""Blocks that live in GPU memory: the counted traffic is real, and groups move up together or not at all."""
+"""Resident blocks in GPU memory: the counted traffic is exact, and a group becomes resident as a whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tiered.units import format_size
 MODEL = EXAMPLES / "quickstart" / "model"
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
 ALL_KINDS = frozenset({"weights", "optimizer", "gradients", "activations"})
-#: The program's forms: updates before the forward and during the backward, both orders, both formats.
+#: Forms of the program: updates before the forward or during the backward, both orders, and both weight formats.
 FORMS: dict[str, dict[str, str]] = {
     "usual": {},
     "bfloat16": {"precision": 'compute_dtype = "bfloat16"'},
@@ -43,7 +43,7 @@ def make_plan(folder: Path, gpu: str = "64MiB", **tables: str) -> Plan:
 
 
 def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
-    """Return a step's traffic between GPU and RAM if copies stay only from one tick to the next."""
+    """Return the bytes that a step moves between GPU and RAM if copies stay only from one tick to the next."""
     sizes = {tier: (lambda nbytes: nbytes) for tier in ("gpu", "ram")}
     stays = choose_stays(program, homes, sizes, {tier: [0] * len(program.ticks) for tier in sizes})
     within_a_step = {(start, key): stop for (start, key), stop in stays.items() if stop > start}
@@ -51,7 +51,7 @@ def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
 
 
 def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[str, str]:
-    """Return the homes that a chooser gives with ``room`` bytes and no other contents."""
+    """Return the homes that the chooser selects if GPU memory has ``room`` bytes and holds nothing else."""
     homes = dict.fromkeys(program.blocks, "ram")
 
     def try_move(keys: object) -> bool:
@@ -67,7 +67,7 @@ def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[s
 
 @pytest.mark.parametrize("form", FORMS)
 def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are computed once for all equal layers; the homes match those from separately computed costs."""
+    """Equal layers share one computed cost. The homes are the same as with separately computed costs."""
     program = make_plan(tmp_path, **FORMS[form]).program
     rooms = [sum(block.nbytes for block in program.blocks.values()) * tenths // 10 for tenths in (2, 5, 8)]
     residency = Residency(ALL_KINDS, 1e-9, 1e-8)
@@ -79,7 +79,7 @@ def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_chosen_move_saves_its_estimate(form: str, tmp_path: Path) -> None:
-    """Compares the chooser's seconds with the traffic of whole steps, after each of its moves."""
+    """Each move reduces the traffic of a step, and the traffic equals the bytes that the chooser counts."""
     program = make_plan(tmp_path, **FORMS[form]).program
     homes = dict.fromkeys(program.blocks, "ram")
     chooser = ResidentChooser(program, Residency(ALL_KINDS), lambda nbytes: nbytes)
@@ -117,7 +117,7 @@ def test_state_never_comes_without_its_weights(form: str, tmp_path: Path) -> Non
 
 
 def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> None:
-    """One visit is between a backward and its update: a gradient with another home would leave and come back."""
+    """A visit runs between a backward and its update, so a gradient with another home would be moved away and back."""
     program = make_plan(tmp_path, optimizer=NO_CHECKS).program
     blocks = program.blocks.values()
     lasting = sum(block.nbytes for block in blocks if block.kind in ("weights", "optimizer"))
@@ -175,13 +175,13 @@ def test_plan_lists_resident_blocks_of_the_gpu(gpu: str, lines: list[str], tmp_p
 
 
 def test_homes_move_until_the_copy_buffers_of_the_moved_blocks_fit(tmp_path: Path) -> None:
-    """With the open room grown once, the moved blocks need buffers of other sizes, so the room grows again."""
+    """After the open room has grown once, the moved blocks need buffers of other sizes, so it must grow again."""
     placement = make_plan(tmp_path, "7MiB").placement
     assert placement.buffers["gpu"] and not placement.missing_bytes
 
 
 def test_plan_reports_the_bytes_of_copy_buffers(tmp_path: Path) -> None:
-    """If the buffers of two ticks fit together, they are made; otherwise the plan reports the missing bytes."""
+    """If the buffers of two ticks fit together, the plan has them. Otherwise, it reports the missing bytes."""
     in_ram = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
     tight, wide = (make_plan(tmp_path, gpu, placement=in_ram) for gpu in ("5MiB", "12MiB"))
     assert not tight.placement.buffers.get("gpu") and tight.placement.missing_bytes["gpu"] > 0

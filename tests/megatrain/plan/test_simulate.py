@@ -1,4 +1,4 @@
-"""The replay of a plan moves exactly the planned bytes, and its time is between the bounds and their sum."""
+"""A simulated step moves the planned bytes. Its time is between the maximum and the sum of compute and I/O time."""
 
 from __future__ import annotations
 

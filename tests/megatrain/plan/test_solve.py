@@ -1,4 +1,4 @@
-"""Homes, working sets and traffic of steps small enough to count by hand. A slot takes the bytes of its block."""
+"""Homes, working sets and traffic of steps small enough to count by hand. Slots have the sizes of their blocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
 
 @pytest.mark.parametrize(("ram", "fits"), [(199, False), (200, True)])
 def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, fits: bool) -> None:
-    """The largest two neighbours are at the turn of the step."""
+    """The two largest neighboring ticks are the last of one step and the first of the next."""
     tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int, links=LINKS)]
     settled = PlacementSolver(READS, tiers, DRIVE).assign()
     assert isinstance(settled, HomeAssignment) and (settled.state.overfull_tier(ahead=True) is None) == fits
@@ -87,7 +87,7 @@ def test_generations_take_space_for_durable_blocks(kind: Kind, kept: int) -> Non
 
 
 def test_block_that_does_not_fit_leaves_space_for_others() -> None:
-    """RAM holds ``b`` in addition to the largest tick, but neither ``a`` nor ``c``."""
+    """RAM has space for the largest tick and ``b``, but not for ``a`` or ``c``."""
     placement = solve(READS, 110, EITHER)
     assert placement.homes == {"a": "nvme", "b": "ram", "c": "nvme"}
     assert placement.traffic_bytes == {"nvme->ram": 200, "ram->nvme": 0}
@@ -95,7 +95,7 @@ def test_block_that_does_not_fit_leaves_space_for_others() -> None:
 
 
 MODES: dict[str, tuple[tuple[Mode, Mode], str, tuple[int, int], tuple[int, int]]] = {
-    # modes of two uses, blocks spent by the second -> (read, written) without a stay, and with one in between
+    # modes of two uses, blocks that the second use discards, bytes (read, written) without and with a stay between
     "read twice": (("r", "r"), "", (20, 0), (10, 0)),
     "written, then read": (("w", "r"), "", (10, 10), (0, 10)),
     "written, then dead": (("w", "r"), "b", (10, 10), (0, 0)),
@@ -116,7 +116,7 @@ def test_dirty_copy_is_written_home_once(name: str) -> None:
 
 @pytest.mark.parametrize(("ram", "stays"), [(159, False), (160, True)])
 def test_copy_stays_if_all_pairs_of_ticks_have_space(ram: int, stays: bool) -> None:
-    """Ticks two and three of the stay need 150 bytes together; the first fits with either neighbour."""
+    """Between the two uses of ``b``, ticks ``y`` and ``a`` need 150 bytes together, and the copy of ``b`` 10 more."""
     steps = program(*(tick([(key, "r")]) for key in "bxyab"))
     assert ((0, "b") in solve(steps, ram, stay_share=1.0).stays) == stays
 
@@ -133,7 +133,7 @@ def test_run_traffic_sums_first_later_and_final_traffic() -> None:
 
 
 def test_workspace_counts_streams_twice_and_masks_once() -> None:
-    """Between two units each micro-batch has one unit's input and the other's output, and masks and tables."""
+    """Between two units, each micro-batch holds one unit's input, the other's output, and the masks and tables."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     stays = max(visit.memory.retained_nbytes for visit in trace.visits)
@@ -159,7 +159,7 @@ def test_loaded_weights_count_with_master_and_low_half(dtype: torch.dtype, nbyte
 
 
 def test_export_has_space_for_the_master_of_parts_and_shards() -> None:
-    """Each block has 2 bytes for an element, its low half 2 more; the master has 4 for all elements of the layout."""
+    """Weights and low halves take 2 bytes per element each. The master of the whole layout takes 4."""
     size, name = PAGE_BYTES, weight_key("layer")
     blocks = [
         *(BlockPlan(f"{name}.{part}", "weights", size, torch.bfloat16, parent_key=name) for part in range(3)),
@@ -174,7 +174,7 @@ def test_export_has_space_for_the_master_of_parts_and_shards() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_blocks_refused_by_the_bound_would_not_fit(data: st.DataObject) -> None:
-    """A bound of the fullest tick refuses most blocks. A reused solver returns the same result as a new one."""
+    """A bound on the fullest tick refuses blocks early. Results are the same without it, and from new and reused solvers."""
     count = data.draw(st.integers(1, 5))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=3 * count, max_size=3 * count))
     blocks: dict[str, BlockPlan] = {}

@@ -1,4 +1,4 @@
-"""Rates that all ranks plan with: the slowest of each, and only rates that all ranks have measured."""
+"""All ranks plan with the same rates: the slowest of each kind, and only rates that all ranks have measured."""
 
 from __future__ import annotations
 

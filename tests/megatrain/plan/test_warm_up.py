@@ -1,4 +1,4 @@
-"""Kernels compiled before the first step: exactly the kernels of the run's updates."""
+"""Before the first step, exactly the kernels that the run's updates need are compiled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivati
 
 @dataclass
 class WatchedOptimizer:
-    """An optimizer that records the kernels it compiled, and its number of updates at that time."""
+    """Optimizer that records each format it compiled kernels for, with the number of updates until then."""
 
     inner: Any
     formats: list[tuple[Format, int]] = field(default_factory=list)
@@ -75,7 +75,7 @@ def test_warm_up_skips_a_device_without_updates(tmp_path: Path) -> None:
 
 
 def test_benches_compile_the_kernels_of_the_device_before_the_first_step(tmp_path: Path) -> None:
-    """The first update is made in the second step, which is measured."""
+    """The second step makes the first update, and this step is already measured."""
     config, plan, _, device = watched_plan(tmp_path)
     with Ours(config, 1, plan=plan) as ours:
         assert device.formats == [((True, torch.float32), 0)] and device.num_updates == 0

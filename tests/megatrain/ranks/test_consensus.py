@@ -1,4 +1,4 @@
-"""A stop or save request to one rank applies to all; a run of one process follows its signals immediately."""
+"""A stop or save request to one rank applies to all ranks. A single process obeys its signals immediately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIGURES = StepRecord(is_paused=True, step_s=0.5)
 
 
 class Group:
-    """A group in which the other ranks answer like this one unless a test says otherwise."""
+    """Group of ranks that gathers this rank's value and the values that a test puts into ``others``."""
 
     def __init__(self, *, is_single: bool, is_first: bool = True) -> None:
         self.world = SimpleNamespace(is_single=is_single, is_first=is_first)

@@ -1,4 +1,4 @@
-"""A rank that fails, dies or hangs: all ranks end within seconds, with one message, under every launcher."""
+"""If a rank fails, dies or hangs, all ranks end within seconds with one message, with or without a launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from processes import launch_program, rank_program
 from processes.ranks import start_ranks, started
 
-LIMIT_S = 40.0  # for a test that hangs; normally four seconds at most, more on a busy machine
+LIMIT_S = 40.0  # limit for hanging tests; others take at most four seconds on an idle machine
 HOST = socket.gethostname()
 
 
@@ -33,7 +33,7 @@ def launch(size: int, folder: Path, *ways: str) -> tuple[int, str, str]:
 
 
 def alone(size: int, folder: Path, *ways: str) -> tuple[list[int], str]:
-    """Start ranks as srun does: only the ranks watch each other."""
+    """Start ranks without a launcher, as srun does. Return their exit codes and error output."""
     ranks = start_ranks([[rank_program.__file__, folder, *ways]] * size)
     end_s, said = time.monotonic() + LIMIT_S, ""
     try:
@@ -61,7 +61,7 @@ def is_gone(pid: int) -> bool:
 
 ONE_RANK: Sequence[tuple[str, int, str]] = (
     ("1:raise", 4, rf"rank 1 \(on {HOST}\): the rows are wrong"),
-    ("0:raise", 4, "the rows are wrong"),  # exit code 4: not caused by one rank
+    ("0:raise", 4, "the rows are wrong"),  # exit code 4 of rank 0 is an error of all ranks, so none is named
     ("1:kill", 1, rf"rank 1 \(on {HOST}\): was ended by SIGKILL"),
     ("1:stop", 1, rf"rank 1 \(on {HOST}\): has sent no heartbeat for \d+ s"),
     ("0:stop", 1, rf"rank 0 \(on {HOST}\): has (not answered|sent no heartbeat) for \d+ s"),
@@ -126,7 +126,7 @@ def test_a_stop_reaches_all_ranks_after_the_same_step(tmp_path: Path, reached: s
 
 
 def test_a_second_stop_ends_ranks_that_cannot_end_themselves(tmp_path: Path) -> None:
-    """Rank 1 skips the next collective and rank 0 waits in it: no signal handler runs there."""
+    """Rank 1 is suspended, and rank 0 waits for it in a collective, where no signal handler runs."""
     with launched(2, tmp_path, "*:slow", "1:stop") as process:
         wait_until((tmp_path / "pid1").exists)
         time.sleep(0.3)

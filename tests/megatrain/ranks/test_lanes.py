@@ -44,7 +44,7 @@ def test_left_half_is_a_power_of_two(num_lanes: int, expected: int) -> None:
 
 
 def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
-    """For all numbers of lanes and ranks, sums of text record the order of additions."""
+    """The sums are strings that record the order of additions, for all numbers of lanes and ranks."""
 
     def add(left: str, right: str) -> str:
         return f"({left}+{right})"
@@ -70,7 +70,7 @@ def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
 @pytest.mark.parametrize(("num_lanes", "open_sums"), [(1, 1), (2, 2), (4, 3), (8, 4), (16, 5)])
 def test_open_sums_of_one_rank_are_the_depth_of_the_tree(num_lanes: int, open_sums: int) -> None:
     assert max_open_sums(num_lanes) == open_sums
-    # A rank with a separate subtree needs the same number of sums as without other lanes.
+    # A rank with a whole subtree needs no more sums than a run with only that subtree's lanes.
     for num_ranks in (2, 4, 8):
         if num_ranks <= num_lanes:
             own = rank_lanes(num_ranks - 1, num_ranks, num_lanes)

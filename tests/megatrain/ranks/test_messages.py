@@ -61,7 +61,7 @@ def test_tensors_and_arrays_keep_their_bits(dtype: torch.dtype, shape: tuple[int
     assert number == 0.1
     assert other.dtype == array.dtype
     assert np.array_equal(other, array)
-    other[...] = 1  # an array subclass
+    other[...] = 1  # the array is writable
 
 
 def test_records_paths_and_errors_of_the_project() -> None:
@@ -80,7 +80,7 @@ def test_an_error_with_attributes_comes_back_with_them() -> None:
     found = decode(encode(config))
     assert type(found) is ConfigError
     assert found.args[0] == "two problems"
-    assert found.args[1].startswith("<object")  # unsendable objects arrive as text: an error must arrive
+    assert found.args[1].startswith("<object")  # unsendable objects become text, so the error arrives
     assert found.note == ["first", "second"]
 
 
@@ -96,7 +96,7 @@ def test_unsendable_value_is_named() -> None:
 
 
 class Attack:
-    """An object whose pickle touches a file when it is loaded."""
+    """Object that creates a file when its pickle is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,7 +126,7 @@ class OwnRecord:
     [
         {"record": [["subprocess", "Popen"], [["args", "true"]]]},
         {"record": [["os", "system"], []]},
-        {"record": [["megatrain.ranks.launch", "subprocess"], []]},  # a module does not define its imports
+        {"record": [["megatrain.ranks.launch", "subprocess"], []]},  # imported by the module, not defined in it
         {"record": [["megatrain.ranks.launch", "subprocess.Popen"], []]},
         {"record": [["megatrain.ranks.launch", "launch"], []]},
         {"record": [["megatrain.ranks.world", "Path"], []]},
@@ -141,7 +141,7 @@ class OwnRecord:
         {"array": ["<f8", [4], 32, False]},  # longer than the message
         {"array": ["<f8", [1], -8, False]},
         {"tensor": ["float32", [2], 8]},
-        {"tensor": ["float32", [2], 0]},  # a shape of other bytes
+        {"tensor": ["float32", [2], 0]},  # the shape needs more bytes
         {"array": ["<f8", [2], 0, False]},
         {"record": [["megatrain.no_such_module", "BestEvaluation"], []]},
         {"tensor": ["load", [1], 0]},

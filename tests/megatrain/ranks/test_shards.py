@@ -1,4 +1,4 @@
-"""Rules of shards: the owner of each element, for any length and number of ranks."""
+"""Each element of a part has exactly one owner, for any length and number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads of a rank that watch the other ranks."""
+"""Threads with which a rank watches the other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None
     watcher = Watcher(World(0, 3, 0, 3, "here", 1), HashStore(), timeout_s=60.0)
 
     class AddsRank(set[int]):
-        """Ranks that ended; a question about one does what the thread of heartbeats does at any time."""
+        """Set of finished ranks. A membership test records a heartbeat, as the heartbeat thread may do at any time."""
 
         def __contains__(self, rank: object) -> bool:
             watcher._last_beat_s[2] = time.monotonic()
@@ -32,7 +32,7 @@ def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, 3), (1, 0)])
 def test_only_rank_0_waits_for_the_others_to_leave(rank: int, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 can serve the store. It waits for neither itself nor the failed rank, which may never leave."""
+    """Rank 0 may serve the store, so it leaves last. It does not wait for the failed rank, which may never leave."""
     store, slept = HashStore(), list[float]()
 
     def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The copies and sums of a rank are planned to the byte, on one host and with one rank on each of several."""
+"""The memory of a rank's full copies and sums equals the plan exactly, on one host and on several hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank of a process: the variables of torchrun, of srun and of the launcher."""
+"""The rank and GPU of a process, from the environment variables of torchrun, srun and the launcher."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_missing_master_port_is_an_error() -> None:
     [
         (None, ["0", "1", "2"]),
         ("4,5,6,7", ["4", "5", "6"]),
-        ("GPU-a,GPU-b", ["GPU-a", "GPU-b", ""]),  # the third sees none, and the ranks report it when they meet
-        ("3", ["3", "3", "3"]),  # this may be a different one for each process
+        ("GPU-a,GPU-b", ["GPU-a", "GPU-b", ""]),  # rank 2 sees no GPU, which the ranks report when they connect
+        ("3", ["3", "3", "3"]),  # may be a different GPU for each process
         ("", ["", "", ""]),
     ],
 )
@@ -104,7 +104,7 @@ BUSES = {
 
 @pytest.mark.parametrize("case", BUSES)
 def test_the_ranks_of_a_host_have_a_gpu_each(case: str) -> None:
-    """Two hosts of two ranks; bus ids of different hosts may be equal."""
+    """There are two hosts with two ranks each. Bus ids on different hosts may be equal."""
     buses, says = BUSES[case]
     store, worlds = HashStore(), [World.local(rank, 4, num_hosts=2) for rank in range(4)]
 

@@ -1,4 +1,4 @@
-"""Evaluations as a console line and as JSON, in a log that is continued, with the FLOPs of a step."""
+"""Evaluations are printed, written as JSON, and read back from a resumed log. Step metrics include FLOPs."""
 
 from __future__ import annotations
 

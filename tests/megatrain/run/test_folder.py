@@ -38,7 +38,7 @@ SUMMARY = RunSummary(
 
 @contextmanager
 def another_process(path: Path, code: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that has the folder until its standard input ends."""
+    """Yield a process that owns the run folder until its standard input is closed."""
     script = f"""
 import select, signal, sys
 from megatrain.base.owner import *
@@ -76,7 +76,7 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_run_took_is_unlocked_once(tmp_path: Path) -> None:
-    """A second release would truncate and close a file that got the number of the lock's descriptor meanwhile."""
+    """A second release would truncate and close a file that has reused the lock's file descriptor."""
     path = tmp_path / "out"
     with RunFolder(path) as folder:
         path.rename(tmp_path / "moved")
@@ -87,7 +87,7 @@ def test_a_folder_that_another_run_took_is_unlocked_once(tmp_path: Path) -> None
             files = [tmp_path / f"file{number}" for number in range(3)]
             for file in files:
                 file.write_text("contents")
-            opened = [file.open("r+") for file in files]  # the lowest free numbers: those of the lost lock
+            opened = [file.open("r+") for file in files]  # they reuse the descriptors of the lost lock
             with pytest.raises(LockedError):
                 folder.keep_lock()
     assert [(file.read(), file.close()) for file in opened] == [("contents", None)] * 3
@@ -192,7 +192,7 @@ def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("error", "step"), [(errno.ENOSPC, 2), (errno.EIO, 1)])
 def test_a_full_drive_is_no_failure(error: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full drive the status overwrites the existing one; on a broken drive the existing one stays."""
+    """On a full drive, the existing status file is overwritten in place. On a broken drive, it stays unchanged."""
 
     def refuse(source: object, target: object) -> None:
         raise OSError(error, os.strerror(error))
@@ -286,7 +286,7 @@ def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
 
 
 def test_news_from_a_signal_handler_do_not_wait_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come in the middle of a write."""
+    """A signal may arrive while the status file is being written."""
     real = os.replace
     with RunFolder(tmp_path) as folder:
         writer = StatusWriter(folder.path, run_name="r")
@@ -331,7 +331,7 @@ def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
 
 
 def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_path: Path) -> None:
-    """Its lock names a process id that belongs to another process here, or to none."""
+    """The lock names a process id in the other container. Here, this id may belong to an unrelated process."""
     with another_process(tmp_path), subprocess.Popen(["sleep", "600"]) as bystander:
         text = (tmp_path / "LOCK").read_text()
         owner = find_owner(tmp_path)

@@ -1,4 +1,4 @@
-"""Loggers: the requested ones exist, repeated steps are not logged twice, and a failure ends no run."""
+"""Requested loggers are made, repeated steps are not logged twice, and a failing logger does not end a run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_json_lines_continue_at_the_resumed_step(make_config: Any) -> None:
 
 
 class Recorder(GeneralTracker):
-    """A tracker that records its calls, in place of one whose package is not installed."""
+    """Tracker that records its calls, in place of a tracker whose package is not installed."""
 
     name, requires_logging_directory = "recorder", False
     runs: ClassVar[list[Recorder]] = []
@@ -139,7 +139,7 @@ class Recorder(GeneralTracker):
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    """Replaces MLflow's tracker: a service that makes ids and keeps every point."""
+    """Replace MLflow's tracker with ``Recorder``, which makes run ids and keeps every point. Return the class."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
     about = dataclasses.replace(loggers._TRACKERS["mlflow"], finish=lambda tracker, summary: tracker.finish())
@@ -191,7 +191,7 @@ def test_nonfinite_figures_are_omitted(make_config: Any, recorder: type[Recorder
 def test_curves_of_tensorboard_are_not_doubled(make_config: Any) -> None:
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     config = make_config('report_to = ["tensorboard"]')
-    with warnings.catch_warnings():  # their code uses features that numpy and protobuf will drop
+    with warnings.catch_warnings():  # tensorboard uses deprecated features of numpy and protobuf
         warnings.simplefilter("ignore")
         for continued_from, first, last, loss in ((None, 1, 5, 3.0), (3, 4, 6, 2.0)):
             with tracker("tensorboard", config, continued_from) as log:

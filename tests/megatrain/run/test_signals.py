@@ -27,7 +27,7 @@ def send(number: int) -> None:
 
 
 def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> None:
-    """The signal comes from the kernel, from the shell, and after a Ctrl-C whose save is in progress."""
+    """SIGHUP may come from the kernel, from the shell, or during the save after an earlier stop request."""
     with RunSignals(stops_after_step=True) as heard:
         for _ in range(3):
             send(signal.SIGHUP)
@@ -54,7 +54,7 @@ def test_stop_interrupts_a_stuck_run_at_once() -> None:
 def test_a_stop_after_a_closed_terminal_is_the_second_only_later(monkeypatch: pytest.MonkeyPatch) -> None:
     with RunSignals(stops_after_step=True) as heard:
         send(signal.SIGHUP)
-        send(signal.SIGTERM)  # a session that ends sends both
+        send(signal.SIGTERM)  # a session that ends sends both signals
         monkeypatch.setattr(signals, "SAME_STOP_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
@@ -91,7 +91,7 @@ class _EndsWithASignal:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stop_that_a_destructor_drops_is_raised_after_the_step() -> None:
-    """Python drops the ``KeyboardInterrupt`` of a handler that runs inside a destructor."""
+    """Python discards a ``KeyboardInterrupt`` that a signal handler raises inside a destructor."""
     with RunSignals(stops_after_step=False) as heard:
         heard.reraise_interrupt()  # no signal yet
         _EndsWithASignal()

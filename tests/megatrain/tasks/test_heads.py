@@ -1,4 +1,4 @@
-"""Rewards: losses and every gradient match Hugging Face's class, with the same bits at every placement."""
+"""Reward models: losses and gradients match Hugging Face's class, and results are bit-identical at every placement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-#: Model type -> its configuration in addition to the shape.
+#: Model type -> config values in addition to ``SHAPE``.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"classifier_dropout": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """Three micro-batches of two pairs with padding; the second pair is empty."""
+    """Return three micro-batches of two padded pairs. The chosen rows come before the rejected rows."""
     found = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def plain_loss(model: Any, batch: dict[str, Tensor], center: float) -> Tensor:
-    """The sum of the losses of a micro-batch, by the model's forward."""
+    """Return the sum of a micro-batch's losses, computed with the model's own forward."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     chosen, rejected = logits[:2, 0], logits[2:, 0]
     losses = -functional.logsigmoid(chosen - rejected - batch["margin"])
@@ -122,7 +122,7 @@ ON_DRIVE = ("tiers.ram.size=3MiB", *(f"placement.{kind}=nvme" for kind in ("weig
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face folder of a language model of random weights, and where a config is written."""
+    """Save a language model with random weights to ``model`` in a new working directory, and return the directory."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE)).save_pretrained(tmp_path / "model")
@@ -132,7 +132,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(more: str = "") -> list[dict[str, Any]]:
-    """Write pairs and a config; return the pairs."""
+    """Write preference pairs and a config to the working directory, and return the pairs."""
     draw, words = random.Random(1), (QUICKSTART / "loomings.txt").read_text().split()
     rows: list[dict[str, Any]] = []
     for _ in range(12):
@@ -145,7 +145,7 @@ def write(more: str = "") -> list[dict[str, Any]]:
 
 
 def train(output: str, *changes: str) -> list[dict[str, Any]]:
-    """Run the config; return the logged steps and evaluations of all starts."""
+    """Run the config, and return the logged steps and evaluations of all starts."""
     words = ["run", "run.toml", *(f"--set={change}" for change in (f"output_dir={output}", *changes))]
     result = CliRunner().invoke(command_group, words)
     assert result.exit_code == 0, result.output
@@ -174,7 +174,7 @@ def test_a_run_has_the_same_bits_anywhere_and_its_folder_opens(folder: Path) -> 
 
 
 def _recount(model: Any, rows: list[dict[str, Any]], evaluation: dict[str, Any]) -> None:
-    """Compare the last evaluation of a run with its exported model's result for each row alone."""
+    """Check a run's last evaluation against the exported model, which computes each row separately."""
     figures = evaluation["preferences"]
     tokenizer = AutoTokenizer.from_pretrained("in_ram/final")
 
@@ -191,7 +191,7 @@ def _recount(model: Any, rows: list[dict[str, Any]], evaluation: dict[str, Any])
     assert evaluation["loss"] == pytest.approx(float(own), abs=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from peft
 def test_adapters_and_the_new_head_are_trained_and_open_in_peft(folder: Path) -> None:
     peft = pytest.importorskip("peft")
     write('[lora]\nr = 4\ntarget_modules = "all-linear"\n')
@@ -228,7 +228,7 @@ def test_invalid_settings_are_refused(folder: Path, config: str, said: str) -> N
 
 
 def test_a_run_of_an_ended_task_is_refused(folder: Path) -> None:
-    """Its checkpoint holds the config of the run."""
+    """The config in a run's checkpoint may still name a task that no longer exists."""
     write()
     train("out", "max_steps=2")
     config = config_from_toml(Path("out/config.resolved.toml").read_text())

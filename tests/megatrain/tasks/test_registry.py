@@ -1,4 +1,4 @@
-"""Each task of the config is supported everywhere."""
+"""Each task has a class and valid facts, and refuses keys that it does not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation of held-out texts: the same figures for every distribution over ranks."""
+"""Evaluations of held-out texts give the same results however the rows are distributed over ranks."""
 
 from __future__ import annotations
 

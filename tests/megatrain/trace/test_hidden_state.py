@@ -1,4 +1,4 @@
-"""State that travels past the arguments of a layer is refused while planning: a step would compute wrong gradients."""
+"""State that bypasses the arguments of a layer is refused, because a step would compute wrong gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oracles.runners import layer_runner
 
 
 def graph_with_buffer(change: Any, *, persistent: bool) -> ModelGraph:
-    """Return a model whose own code changes a buffer after its layers."""
+    """Return the graph of a model whose forward changes a buffer after its layers."""
     graph = build_graph(tiny_config("llama"))
     model = graph.model.model
     model.register_buffer("running", torch.zeros(3), persistent=persistent)

@@ -1,4 +1,4 @@
-"""Traffic of other packages' kernels, by their source; a trace launches none of them. Needs Triton."""
+"""Memory traffic of other packages' kernels is counted from their source, without launching them. Needs Triton."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_kernel_accesses_are_found_in_the_source() -> None:
     found = count_accesses(kernel)
     pointers = {name: times for name, times in found.items() if name.endswith("_ptr")}
     assert pointers == {"out_ptr": 1, "sums_ptr": 2, "left_ptr": 1, "right_ptr": 1, "kept_ptr": 2}
-    assert count_accesses(eval("lambda a, b: a")) == {}  # no source
+    assert count_accesses(eval("lambda a, b: a")) == {}  # its source is not available
 
 
 def product(out_ptr: Any, left_ptr: Any, right_ptr: Any) -> None:
@@ -91,8 +91,7 @@ def backward(result: Tensor) -> None:
 
 
 def test_kernels_of_liger() -> None:
-    """A norm reads a row and writes it, and its backward reads two rows and writes one; a gated product has three and
-    five."""
+    """A norm moves two arrays and its backward three. A gated product moves three arrays and its backward five."""
     pytest.importorskip("liger_kernel")
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -103,7 +102,7 @@ def test_kernels_of_liger() -> None:
         weight = torch.empty(WIDTH, dtype=torch.bfloat16, requires_grad=True)
         results: list[Tensor] = []
         work = counted(lambda: results.append(LigerRMSNormFunction.apply(rows, weight, 1e-6, 0.0, "llama", True)))
-        beside = WIDTH * 2 + ROWS * 4  # the weight, and a number for each row
+        beside = WIDTH * 2 + ROWS * 4  # the weight, and one fp32 number for each row
         assert work == Work(moved_nbytes=2 * size + beside, launches=1)
         work = counted(lambda: backward(results[0]))
         assert work == Work(moved_nbytes=3 * size + beside + WIDTH * 4, launches=1)
@@ -118,9 +117,12 @@ def copied(out_ptr: Any, rows_ptr: Any) -> None:
 
 
 def unneeded_products(*, is_told: bool) -> set[str]:
-    """Return the products reported as unneeded in a unit like a first layer with adapters only in its MLP.
+    """Return the weights of unneeded products in a unit that is like a first layer with adapters only in its MLP.
 
-    Autograd saves the norm's output there, not its input.
+    In such a layer, autograd saves the norm's output, but not its input.
+
+    Args:
+        is_told: whether kernel launches are reported.
     """
     weight, adapter = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
     uses = ProductUses({id(weight): "weight"}, count_flops)

@@ -31,7 +31,7 @@ from oracles.image_models import FAMILIES, make_folder
 
 @contextmanager
 def backwards_counted() -> Iterator[list[int]]:
-    """Yield the visits whose backward runs."""
+    """Yield a list that records the index of each visit whose backward runs."""
     found: list[int] = []
     backward = UnitVisit.backward
 
@@ -72,7 +72,7 @@ def test_a_graph_names_the_next_nodes_of_each_node() -> None:
     assert [next_ones for _, _, next_ones in graph] == [((1, 0),), ((2, 0), (-1, 0)), ()], "-1: data has no gradient"
 
 
-# One per way in which layers differ: none, by attention, by experts, by a state that one passes on.
+# The layers of these families are equal (the first two), or differ in attention, experts, or a state that is passed on.
 @pytest.mark.parametrize(
     ("family", "dtype", "left_out"),
     [
@@ -109,7 +109,7 @@ def test_repeated_layers_match_for_any_model_type(family: str, device: str, monk
 OTHER_FAMILIES = [pytest.param(name, 0, marks=pytest.mark.slow) for name in FAMILIES if name != "internvl"]
 
 
-# The trace knows numbers and sizes of images, which decide the operations of the tower's layers.
+# The trace knows the number and sizes of images, which determine the operations in the vision tower's layers.
 @pytest.mark.parametrize("images", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "left_out"), [("internvl", 4), *OTHER_FAMILIES])
 def test_repeated_layers_match_for_image_models(
@@ -128,7 +128,7 @@ def test_repeated_layers_match_for_image_models(
 def test_one_layer_of_many_is_run() -> None:
     config = tiny_config("llama", num_hidden_layers=6)
     check(config, 5)
-    # The first one has no gradient for the embedding.
+    # The first layer also runs, because it computes no gradient for the embedding.
     check(config, 4, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
 
 
@@ -142,7 +142,7 @@ def test_unneeded_products_are_named_per_layer() -> None:
 
 
 class GivenMLP(nn.Module):
-    """A layer's MLP with the same weights and a given forward."""
+    """MLP with the weights of a layer's MLP and a given forward."""
 
     def __init__(self, mlp: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def mlp(module: Any, hidden: Tensor) -> Tensor:
 
 
 class Wasteful(torch.autograd.Function):
-    """Its forward is a plain addition, its backward is not."""
+    """Function with an addition as its forward and a matrix product as its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def swapped(module: Any, hidden: Tensor) -> Tensor:
     return result
 
 
-#: Forwards of the MLPs of a model's layers, all of one class: the class alone determines nothing.
+#: The MLP forward of each layer in a model. All MLPs have the same class, so the class does not show which differ.
 FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the first": mlp,
     "one more operator": lambda m, x: mlp(m, x) + 0,
@@ -201,7 +201,7 @@ def test_a_layer_that_differs_is_run() -> None:
 
 
 def test_launches_of_kernels_are_compared_as_operators_are() -> None:
-    """Layers with kernels of another package, and one that launches fewer of them."""
+    """All layers launch another package's kernels. Later, one layer launches fewer kernels than the others."""
     pytest.importorskip("liger_kernel")
     graph = build_graph(tiny_config("llama", num_hidden_layers=4), dtype=torch.bfloat16)
     plain = type(graph.model.model.layers[0].input_layernorm).forward

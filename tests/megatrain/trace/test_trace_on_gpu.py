@@ -1,4 +1,4 @@
-"""The trace of a plan for a GPU, on fake GPU tensors: it runs, is exact, and knows attention's allocations."""
+"""Traces for plans with a GPU use fake GPU tensors, are exact, and include the allocations of attention kernels."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_trace_is_exact_without_device_allocations(family: str, dtype: torch.dty
 
 
 def test_generation_trace_uses_a_fake_cache() -> None:
-    """A generation's cache, of any size, is also fake."""
+    """The cache for keys and values is also fake, so a trace takes no memory for it."""
     graph = build_graph(tiny_config("llama"), dtype=torch.bfloat16, is_trained=False)
     (trace, nbytes), (on_cpu, same) = (trace_generation(graph, 2, 16, device=name) for name in ("cuda", "cpu"))
     # Keys and values of two rows of 16 tokens, two heads of 8 numbers each, in bf16.
@@ -79,7 +79,10 @@ def test_generation_trace_uses_a_fake_cache() -> None:
 
 
 def call(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, tuple[Any, ...]]:
-    """Return a backward of attention, and its arguments up to the output: of queries, keys and values [B, H, S, D]."""
+    """Return an attention backward and its arguments up to the output.
+
+    Args:
+        shapes: shapes of queries, keys and values: [batch, heads, tokens, width]."""
     query, key, value = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
     out = torch.empty_like(query).transpose(1, 2).contiguous().transpose(1, 2)
     func = getattr(aten, f"_scaled_dot_product_{name}_backward").default
@@ -105,9 +108,9 @@ def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **option
 def test_flash_attention_backward_allocations(
     rows: int, length: int, in_order: float, in_any_order: float, expanded: float
 ) -> None:
-    """A 7B shape on 132 multiprocessors: fp32 gradients of queries per split, and of 28 heads of keys and values.
+    """Allocated are fp32 query gradients for each split, and gradients of keys and values for all 28 heads.
 
-    The expected GB come from a review of the kernel's source.
+    The shape is that of a 7B model on 132 multiprocessors. The expected GB were derived from the kernel's source.
     """
     heads, few = (rows, 28, length, 128), (rows, 4, length, 128)
     for is_deterministic, expected in ((True, in_order), (False, in_any_order)):
@@ -122,7 +125,7 @@ def test_allocations_of_other_attention_backwards() -> None:
     sums = 28 * 32 * 1024 * 4
     in_fp32 = sums * 128
     for is_deterministic in (True, False):
-        # One 16-bit product less: its sums of keys and values stay in registers.
+        # In 16 bits, there is no fp32 product of output and gradient. Sums of keys and values stay in registers.
         assert hidden("efficient_attention", heads, heads, heads, is_deterministic=is_deterministic) == in_fp32 + sums
         single = hidden(
             "efficient_attention", heads, heads, heads, is_deterministic=is_deterministic, dtype=torch.float32
@@ -134,7 +137,7 @@ def test_allocations_of_other_attention_backwards() -> None:
     assert ordered < free <= 50 * ordered  # keys are split among up to 50 blocks of 4 heads
     assert hidden("flash_attention_for_cpu", heads, few, few, is_deterministic=True) == 0
     func, (_, *others) = call("flash_attention", few, few, few)
-    crossed = torch.empty(few, dtype=torch.bfloat16, device="meta")  # heads before tokens: copied first
+    crossed = torch.empty(few, dtype=torch.bfloat16, device="meta")  # heads come before tokens, so it is copied
     found = AttentionCall.from_operator(func, (crossed, *others), {})
     assert found is not None and found.num_copied_bytes == crossed.nbytes
     assert (
@@ -165,12 +168,12 @@ def test_rows_of_several_lengths_in_one() -> None:
 
 
 def test_plan_includes_flash_attention_memory() -> None:
-    """The run's settings decide: in deterministic order, queries of 4 heads are split among 33 blocks."""
+    """Deterministic kernels need more memory, because queries of 4 heads are split among 33 blocks."""
     length = 512
     free = trace_of(length=length, padded=False)
     with deterministic_kernels(CUDA, "Model"):
         ordered = trace_of(length=length, padded=False)
-    one_split = length * 4 * 32 * 4  # heads of 8 numbers are rounded up to 32
+    one_split = length * 4 * 32 * 4  # the head size 8 is rounded up to 32
     for visit, other in zip(ordered.visits, free.visits, strict=True):
         if visit.backward.flops and visit.unit in (2, 3, 4):
             assert (
@@ -187,7 +190,7 @@ def test_plan_includes_flash_attention_memory() -> None:
 
 @pytest.fixture
 def _formulas_of_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 refuses different numbers of heads for keys and queries."""
+    """Make torch's formulas refuse different numbers of heads for keys and queries, as in torch 2.11."""
     forward, backward = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
 
     def checked_forward(query: Any, key: Any, value: Any) -> Any:
@@ -210,7 +213,7 @@ def test_grouped_queries_are_counted_without_torch_formulas(device: str) -> None
         for heads in (2, 4)
     )
     assert (grouped.guesses, grouped.uncounted_ops) == ((), ())
-    # Each layer has smaller key and value projections, by 2 x 16 x 32 weights; its attention is equal.
+    # The grouped key and value projections of a layer have 2 x 16 x 32 fewer weights. Attention is the same.
     assert alike.visits[2].forward.flops - grouped.visits[2].forward.flops == 2 * 64 * (2 * 16 * 32)
     assert step_flops(grouped, num_positions=64, num_real_tokens=64, num_trained_tokens=64).model > 0
 
@@ -260,7 +263,7 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch find a GPU, without liger's kernels installed."""
+    """Make torch report a GPU with 1 GiB of memory (unless there is one), without Liger's kernels installed."""
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: False)  # they only run on a GPU
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -304,7 +307,7 @@ def test_command_reports_if_the_plan_is_exact(is_exact: bool, tmp_path: Path, mo
 def test_size_is_not_chosen_if_no_layer_was_traced(
     num_failing: int, size: str, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Failed layers are planned without any compute, so there would be no space for any of them."""
+    """Layers that cannot be traced are planned as if they computed nothing, so an automatic size would be too small."""
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu=size, nvme=0)
     (tmp_path / "run.toml").write_text(text)
     inside, silu = CountingMode.within_unit, torch.nn.functional.silu
@@ -334,7 +337,7 @@ def test_size_is_not_chosen_if_no_layer_was_traced(
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_bytes_saved_by_attention(padded: bool) -> None:
-    """Output and sums of flash attention, for whole rows and for documents, and almost nothing else."""
+    """Attention saves its output and sums and almost nothing else, both for whole rows and for documents."""
     config = tiny_config("llama", tied=False)
     trace = trace_of(config=config, length=512, padded=padded)
     layers = [visit for visit in trace.visits if visit.saved_inputs and visit.attention.nbytes]

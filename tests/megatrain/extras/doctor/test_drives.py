@@ -1,4 +1,4 @@
-"""Measuring a drive: the tier moves the reported bytes within its space, and leaves nothing."""
+"""A drive measurement moves the bytes that it reports, stays within its space, and leaves no files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_nothing_is_left_after_an_error(
 def test_a_slow_drive_is_measured_with_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: int, span: int
 ) -> None:
-    """The probe writes what the drive takes in half a second."""
+    """The probe uses as much data as the drive writes in half a second, but at least 64 MiB."""
     monkeypatch.setattr(TierProbe, "write", lambda self: float(rate))
     assert measure_drive(tmp_path, DriveEffort(128 * MiB, 0.0, 0.0)).span_bytes // MiB in (span, span // 8 * 8)
     assert os.listdir(tmp_path) == []
@@ -106,13 +106,13 @@ def test_partition_inherits_the_rotation_of_its_disk(tmp_path: Path) -> None:
 
 
 def pages(folder: Path) -> list[bytes]:
-    """Return all pages of the files in a folder that are large enough to hold contents."""
+    """Return the 4 KiB pages of all files in a folder that are large enough to hold block contents."""
     found = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size >= MiB]
     return [contents[start : start + 4096] for contents in found for start in range(0, len(contents), 4096)]
 
 
 def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: Path) -> None:
-    """Otherwise drives and file systems that compress or deduplicate pages would be measured too fast."""
+    """Otherwise drives and file systems that compress or deduplicate pages would seem faster than they are."""
     written: list[set[bytes]] = []
     with TierProbe(tmp_path / "tier", 16 * MiB) as tier:
         written.append(set(pages(tmp_path)))

@@ -1,4 +1,4 @@
-"""The whole examination, small: plausible figures, and a profile with the same figures."""
+"""A quick run of the doctor's whole examination measures plausible rates and stores the same rates in a profile."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def test_the_processor() -> None:
 
 
 def test_products_count_their_flops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock reports one second for every run, so the rate is the FLOPs of six products of a layer."""
+    """The mocked clock reports one second for every run, so the rate is the FLOPs of a layer's six matrix products."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     tokens, width, inner = 512, 256, 768
     flops = 3 * 2 * tokens * (width * width + width * inner)
     rate = partial(product_flops_per_s, torch.device("cpu"), torch.float32, 1.0)
     assert rate() == flops
-    sums = 2 * 4 * (width * width + width * inner)  # fp32, read and written, at a separate rate
+    sums = 2 * 4 * (width * width + width * inner)  # bytes of the fp32 sums, read and written at a separate rate
     assert rate(sums_bytes_per_s=4 * sums) == pytest.approx(flops / 0.75)
     assert rate(sums_bytes_per_s=sums / 4) == pytest.approx(flops / 0.5)  # products take at least half of the time
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measured_products_match_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two forwards, two gradients of inputs, and two gradients of weights, which read and write fp32 sums."""
+    """The products are two forwards, two input gradients, and two weight gradients that are added to fp32 sums."""
     seen: Counter[tuple[int, int, int]] = Counter()
     multiply, add = torch.mm, torch.addmm
 
@@ -98,24 +98,25 @@ def test_measured_products_match_a_step(dtype: torch.dtype, monkeypatch: pytest.
     monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: work() or 1.0)
     product_flops_per_s(torch.device("cpu"), dtype, 1.0)
-    # The MLP's gradient of the weight is as large as its other products: 64 tokens times 32 times 96.
+    # The MLP's weight gradient costs the same as its other products: 64 tokens times 32 times 96.
     wanted = [(64, 32, 32), (64, 32, 32), (64, 32, 96), (64, 96, 32), (32, 64, 32), (96, 64, 32)]
     assert seen == Counter(wanted)
 
 
 def test_attention_and_layer_rest_count_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock reports one second for every run: two forwards and a backward of half of all pairs."""
+    """The mocked clock reports one second for a run of two forwards and a backward over half of all pairs."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     attention, moved = processors.layer_rates(torch.device("cpu"), torch.float32, 1.0)
     assert attention == (2 + 2.5) * 2 * 2 * 8 * 1024 * 1024 * 64 / 2
     array = 4 * 2048 * 1024
-    # Whole arrays: squares 2, mean 1, times the root 2; silu 2, times up 3, times the norm 3, plus the stream 3.
+    # Array reads and writes: 2 for the squares, 1 for the mean, 2 for the product with the root, 2 for SiLU, 3 for the
+    # product with the up projection, 3 for the product with the norm, and 3 for the residual sum.
     forward = 16 * array
     assert 2 * forward < moved < 5 * forward
 
 
 def test_benchmark_data_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal numbers speed up a processor, and a link may compress them."""
+    """With equal numbers, results would be too good: processors work faster, and links may compress the data."""
     seen: list[torch.Tensor] = []
     multiply = torch.mm
 
@@ -125,7 +126,7 @@ def test_benchmark_data_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def copied(target: torch.Tensor, source: torch.Tensor) -> float:
         seen.append(source.cpu())
-        target.copy_(source)  # what comes back is what went there
+        target.copy_(source)  # so that the copy in the other direction has random data, too
         return 1e9
 
     monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))

@@ -1,4 +1,4 @@
-"""The doctor's findings: one case for each, and none for good figures."""
+"""The doctor's findings: one case for each problem, and a good machine without problems."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_drives(changes: dict[str, object], severity: str, seen: str, advice: st
 def test_a_motor_is_named() -> None:
     slow = replace(DRIVE, tier=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB))
     assert "hard disk" in only(list(drive_findings([replace(slow, is_rotational=True)]))).seen
-    # virtual disks report the same: no reason to doubt a fast one
+    # virtual disks also claim to rotate, so a fast one is no problem
     assert bad(list(drive_findings([replace(DRIVE, is_rotational=True)]))) == []
 
 

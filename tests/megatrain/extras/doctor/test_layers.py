@@ -1,4 +1,4 @@
-"""Rates of layers that explain measured seconds, recovered from seconds made of known rates."""
+"""Fits of layer costs to measured times: known costs are recovered from the times that they cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from megatrain.extras.doctor.layers import LayerShape, _measure_phases, fit_costs, measure_layers
 
-KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds per FLOP of products and of attention, per byte, per launch
+KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds per FLOP of products, FLOP of attention, byte and launch
 WORK = np.random.default_rng(0).uniform(0.1, 1.0, (12, 4)) * [1e10, 1e9, 1e8, 1e3]
 
 
@@ -22,7 +22,7 @@ def test_unmeasured_kind_of_work_has_zero_cost() -> None:
 
 
 def test_no_cost_is_negative() -> None:
-    """A negative attention cost is impossible: attention is dropped, and the rest is fitted without it."""
+    """If the best fit has a negative attention cost, that cost becomes 0, and the other costs are fitted without it."""
     taken = WORK @ (KNOWN * [1, -1, 1, 1])
     found = fit_costs(list(zip(taken, WORK, strict=True)))
     assert min(found) == found[1] == 0
@@ -33,16 +33,16 @@ def test_no_cost_is_negative() -> None:
 
 
 def test_a_short_phase_says_as_much_as_a_long_one() -> None:
-    """If two phases of one kind disagree, the cost is between theirs, not the long one's."""
+    """If a short and a long phase imply different costs, the fitted cost lies between the two."""
     [cost] = fit_costs([(1.0, [1e9]), (2e-3, [1e6])])
     assert cost == pytest.approx(1.2e-9)  # least squares of 1e9 c - 1 and 0.5e9 c - 1
 
 
 def test_attention_counts_the_pairs_that_a_causal_kernel_computes() -> None:
-    """As in plans: one forward; in the backward a second forward, and the five products of gradients."""
+    """As in plans, a forward has two products. A backward recomputes these two and has five more for gradients."""
     shape = LayerShape(128, 128, 2, 64, num_rows=3, row_tokens=96)
     _, amounts = zip(*_measure_phases(shape, "float32", 0.0), strict=True)
-    pairs = shape.row_tokens**2 / 2  # of a query and a key, of each row and layer
+    pairs = shape.row_tokens**2 / 2  # pairs of a query and a key, in one row of one layer
     product = 2 * pairs * shape.hidden_size * shape.num_rows * shape.num_layers
     by_phase = sorted(attention for _, attention, _, _ in amounts)
     assert by_phase == pytest.approx([0, 2 * product, (2 + 5) * product], rel=0.02)

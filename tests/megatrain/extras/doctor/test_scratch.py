@@ -1,4 +1,4 @@
-"""Nothing is left behind, however the work ends; unusable folders are refused with one sentence."""
+"""Scratch folders are removed however the work ends, and unusable folders are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model for a run, and the command."""
+"""Fixtures: the folder of a tiny model, and a function that calls the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes.saved_run import command_group
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with weights, config and tokenizer."""
+    """Return a model folder with weights, config and tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 

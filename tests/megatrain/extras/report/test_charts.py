@@ -30,7 +30,7 @@ ANY = st.one_of(FINITE, st.sampled_from([math.nan, math.inf, -math.inf]))
 
 
 def numbers_of(points: str) -> list[tuple[float, float]]:
-    """Return the (x, y) of a polyline."""
+    """Return the (x, y) points of a polyline."""
     return [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
 
 
@@ -92,7 +92,7 @@ def test_constant_zero_curves_are_not_drawn() -> None:
 
 
 def test_empty_tier_has_no_chart(tmp_path: Path) -> None:
-    """Its capacity is nonzero, but a capacity line above an empty chart says nothing."""
+    """The tier has a capacity, but a chart that shows only the capacity would be useless."""
     used, capacity = {"ram": 9, "nvme": 0}, {"ram": 9, "nvme": 9}
     steps = [
         dataclasses.asdict(StepMetrics(step, 2, 1.0, 2.0, 1.0, 1e-3, 9, 9, 1.0, 0.0, used, capacity)) for step in (1, 2)

@@ -1,4 +1,4 @@
-"""Reports of recorded runs: finished, live, dead, resumed, with one step or none."""
+"""Reports of recorded runs: finished, live, crashed and resumed runs, and runs with one step or none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PLAN = {
 
 
 def leave(folder: Path, losses: list[float], *, state: str = "done", plan: Any = PLAN, **status: Any) -> Path:
-    """Leave the files of a run that made some steps."""
+    """Write the files of a run with one step for each loss, and return the folder."""
     with RunFolder(folder) as run:
         lines: list[dict[str, Any]] = []
         for number, loss in enumerate(losses, 1):
@@ -83,8 +83,8 @@ def page_of(folder: Path) -> str:
 
 
 def check_page(page: str) -> int:
-    """Assert that a page is self-contained and readable; return the number of drawings."""
-    markup = re.sub(r"(<pre[^>]*>)[^<]*(</pre>)", r"\1\2", page)  # the lines may name a site
+    """Check that a page is self-contained and well-formed, and return the number of its drawings."""
+    markup = re.sub(r"(<pre[^>]*>)[^<]*(</pre>)", r"\1\2", page)  # the report's lines may contain URLs
     assert not re.search(r"<(script|link|img|iframe)|https?://|url\(|@import", markup)
     open_tags: list[str] = []
 
@@ -186,7 +186,7 @@ def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
 
 
 def test_sizes_have_the_units_of_the_command(tmp_path: Path) -> None:
-    """Wear is in decimal units, as drives are rated; memory and links are in binary ones."""
+    """Bytes written to drives use decimal units, like drive ratings. Memory and link traffic use binary units."""
     lines = lines_of(leave(tmp_path / "out", [4.0, 3.5, 3.0]))
     assert any("3.15 MB (1.05 MB per step, planned 1.05 MB)" in line for line in lines)
     assert any(re.search(r"ram MiB +40\.0 +50\.0", line) for line in lines)
@@ -275,7 +275,7 @@ def test_bytes_of_each_step_come_before_means_of_a_whole_start(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def real_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run in two starts, the second with less RAM."""
+    """Train a run in two starts, the second with less RAM, and return its output folder."""
     folder = tmp_path_factory.mktemp("report")
     book = EXAMPLES / "quickstart" / "loomings.txt"
     for max_steps, ram in ((2, "7MiB"), (5, "6MiB")):
@@ -301,7 +301,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     [drive] = figures.drives.values()
     assert drive.bytes_per_step.planned == figures.links["ram->nvme"].planned
     error = drive.bytes_per_step.error
-    assert error is not None and abs(error) < 0.1  # some writes of a step may finish after its figures were taken
+    assert error is not None and abs(error) < 0.1  # some writes of a step may finish after its metrics are recorded
     assert drive.lifetime_bytes is not None and drive.lifetime_bytes >= drive.nbytes > 0
     assert figures.padding_share is not None and 0 <= figures.padding_share < 0.5
     assert figures.versions["torch"] and figures.machine["cpu"] and figures.export_dir == str(real_run / "final")
@@ -349,7 +349,7 @@ def test_the_page_shows_the_timeline(real_run: Path) -> None:
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", page)
     assert {"layers", "updates", "waiting", "fetch to ram", "write to nvme", "forward", "backward"} <= set(texts)
     assert figures.beside_tier_bytes is not None and figures.rss_peak_bytes is not None
-    assert 0 < figures.beside_tier_bytes <= figures.rss_peak_bytes  # it is the peak of all tests of this process
+    assert 0 < figures.beside_tier_bytes <= figures.rss_peak_bytes  # the peak includes earlier tests in this process
     text = "\n".join(report_lines(figures))
     assert "the RAM tier + " in text and f"trace   {real_run / 'trace.json'}" in text
 
@@ -396,7 +396,7 @@ def test_the_ruler_has_a_mark_at_every_tenth_of_a_second() -> None:
 
 
 def test_distillation_and_cross_entropy_share_no_axis(tmp_path: Path) -> None:
-    """The trained loss differs from the evaluations' loss: two charts, and two names."""
+    """Training and evaluation compute different losses, so each gets a separate chart and name."""
     folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5])
     history = read_history(folder)
     assert 'aria-label="Loss"' in page_of(folder) or "Loss" in page_of(folder)

@@ -1,4 +1,4 @@
-"""Reading other tools' files: detection of the tool, and files of no tool."""
+"""Reading other tools' files: the tool is detected, and files that are no config of a tool are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of other tools as users write them: the translation of each value, and that the result loads."""
+"""Realistic configs of other tools are translated value by value, and the results load."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ logging: {log_interval: 5, enable_timing: true}
 
 
 def translate(folder: Path, text: str | dict[str, Any], name: str = "") -> tuple[Translation, RunConfig]:
-    """Translate a text in a folder and load the result."""
+    """Write another tool's config to a folder and translate it. Return the translation and the loaded result."""
     path = folder / (name or ("theirs.json" if isinstance(text, dict) else "theirs.yaml"))
     path.write_text(json.dumps(text) if isinstance(text, dict) else text, encoding="utf-8")
     translation = translate_file(path, folder=folder, base=folder)
@@ -343,7 +343,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     training, optimizer = config.training, config.optimizer
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 8)
     assert (training.max_steps, optimizer.max_grad_norm, config.logging.logging_steps) == (10000, 0.5, 10)
-    # DeepSpeed's WarmupDecayLR without a peak overrides the optimizer's rate by its default.
+    # Without a peak rate, DeepSpeed's WarmupDecayLR overrides the optimizer's rate with its own default.
     assert (optimizer.learning_rate, optimizer.adam_beta1, optimizer.adam_beta2) == (1e-3, 0.8, 0.98)
     assert (optimizer.lr_scheduler_type, optimizer.warmup_steps) == ("linear", 500)
     assert lost(translation) == {"optimizer.params.weight_decay", "scheduler.params.warmup_type"}
@@ -368,12 +368,12 @@ def test_deepspeed_batches(tmp_path: Path, values: dict[str, Any], batch: tuple[
     assert (config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps) == batch
 
 
-#: Part of a ds_config -> the paths listed without an equivalent, and this project's values.
+#: Case -> part of a ds_config, keys that are listed as lost, and the translated values.
 DEEPSPEED_GAPS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
     "decay coupled with the gradient": (
         {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": False, "bias_correction": False}}},
         {"optimizer.params.adam_w_mode", "optimizer.params.bias_correction"},
-        # Without a scheduler the rate is constant, without bf16 numbers are float32, and 0.19.6 clips at 1.
+        # Defaults of DeepSpeed 0.19.6: a constant rate without a scheduler, float32 without bf16, and clipping at 1.
         {
             "optimizer.learning_rate": 1e-4, "optimizer.lr_scheduler_type": "constant", "optimizer.max_grad_norm": 1.0,
             "precision.compute_dtype": "float32",
@@ -433,7 +433,7 @@ def test_every_key_of_deepspeed_is_translated_or_listed(tmp_path: Path, case: st
 
 
 def test_a_nested_table_is_not_translated_because_one_key_is(tmp_path: Path) -> None:
-    """A table of rows in Axolotl's file, and a mixture of TRL's."""
+    """If only some keys of an Axolotl data source have equivalents, each of the other keys is listed as lost."""
     text = "base_model: a/b\ndatasets: [{path: c/d, type: completion, field: body, preprocess_shards: 3, shards: 2}]\n"
     translation, config = translate(tmp_path, text)
     assert dict(config.data.train[0].columns) == {"text": "body"}
@@ -503,7 +503,7 @@ def test_a_rank_of_lora_in_text_doubles_to_alpha(tmp_path: Path) -> None:
 
 
 WRONG_KINDS: tuple[Any, ...] = ("hm", "8", 3, 0.5, [7, "x"], {"inner": 3}, True)
-#: Tool -> a config in which the keys of rules are read.
+#: Tool -> a config that makes the translation read the keys that have their own rules.
 FULL: dict[Tool, dict[str, Any]] = {
     "llamafactory": {"model_name_or_path": "a/b", "stage": "dpo", "dataset": "x", "output_dir": "o", "warmup_steps": 3},
     "axolotl": {"base_model": "a/b", "adapter": "lora", "rl": "dpo", "datasets": [{"path": "a/b", "type": "alpaca"}],
@@ -513,7 +513,7 @@ FULL: dict[Tool, dict[str, Any]] = {
                   "scheduler": {"type": "WarmupLR", "params": {}}, "wandb": {"enabled": True}, "tensorboard": {}},
     "megatrain": {"model": {"name": "a"}, "dataset": {"path": "b"}, "training": {}},
 }  # fmt: skip
-#: Keys inside tables that a rule of DeepSpeed reads.
+#: Nested keys of DeepSpeed that have their own translation rules.
 INSIDE = [
     "optimizer", "optimizer.params", "scheduler.type", "scheduler.params", "scheduler.params.warmup_num_steps",
     "scheduler.params.total_num_steps", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type", "bf16",
@@ -525,7 +525,7 @@ SWITCHES = {"use_peft", "dataset_dir", "use_wandb", "use_tensorboard"}
 
 @pytest.mark.parametrize("tool", FULL)
 def test_no_value_of_the_wrong_kind_is_silently_dropped(tmp_path: Path, tool: Tool) -> None:
-    """Each key is translated or listed, unless its value means the same as here or the file is refused."""
+    """Each key is translated or listed, unless its value means this project's default or the file is refused."""
     rows = TABLES[tool]
     path = tmp_path / "theirs.json"
     is_nested = tool in ("deepspeed", "megatrain")
@@ -554,20 +554,20 @@ def test_no_value_of_the_wrong_kind_is_silently_dropped(tmp_path: Path, tool: To
 
 
 def is_about(name: str, key: str, value: Any) -> bool:
-    """Return whether a name in the result is of a key, of a table around it or of a key inside it."""
+    """Return whether a name in the result refers to a key, a table around it, a key inside it, or its value."""
     inside = name.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{name}.")
     first = value[0] if isinstance(value, list) else value
     return name == key or (bool(name) and inside) or f"`{first}`" in name
 
 
 def is_same(row: Row, value: Any) -> bool:
-    """Return whether a value of their key is this project's default."""
+    """Return whether a value of the other tool's key means this project's default."""
     return isinstance(value, str | bool | int | float) and row.choices.get(value, "") is None
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_share_of_warm_up_counts_if_the_steps_are_zero(tmp_path: Path, order: int) -> None:
-    """transformers ignores ``warmup_steps: 0``, wherever it is in the file."""
+    """Transformers ignores ``warmup_steps: 0``, whichever of the two keys comes first in the file."""
     lines = ["warmup_steps: 0", "warmup_ratio: 0.1"][::order]
     _, config = translate(tmp_path, "\n".join(["base_model: a/b", "learning_rate: 1e-4", *lines]))
     assert config.optimizer.warmup_steps == 0.1
@@ -810,7 +810,7 @@ STARTS: dict[str, dict[str, Any]] = {
 
 @given(st.data())
 def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
-    """No value of another tool ends in a traceback or in a file that does not load."""
+    """No value leads to a traceback or to a translated file that does not load."""
     name = data.draw(st.sampled_from(sorted(KEYS)))
     keys = st.sampled_from([*KEYS[name], *(key for key in TABLES[TOOLS[name]] if "." not in key)])
     values = {**STARTS[name], **data.draw(st.dictionaries(keys, VALUES | HOSTILE, max_size=4))}
@@ -825,7 +825,7 @@ def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value in a tree except the root."""
+    """Return the path to every value in a tree except the root."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for name, child in children for place in ((*path, name), *nodes(child, (*path, name)))]
 
