@@ -43,7 +43,7 @@ def test_model_flops_are_torchs_count_of_the_plain_model(family: str) -> None:
     config._attn_implementation = "eager"  # torch has no formula for the fused attention of the CPU
     trace = trace_of(config, attn_implementation="eager")
     flops = all_of(trace)
-    # Products outside the layers are not in the trace. Some releases of transformers compute rotary tables with one.
+    # Products outside the layers are not counted. Some releases of transformers compute rotary tables with one.
     assert 0 <= counted(config) - flops.model <= 1e-4 * flops.model
     head = trace.head.flops
     left_out = sum(visit.unneeded_products.work.flops for visit in trace.visits)

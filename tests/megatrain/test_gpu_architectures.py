@@ -37,9 +37,9 @@ class Case:
 
     Attributes:
         types: Triton's types of parameters, by name. All other parameters have the type ``scalars``.
-        constants: values of compile-time parameters, by name. An update rule is given by its name.
-        aligned: names of parameters whose values are multiples of 16.
-        is_wide: whether threads must move 16 bytes at once.
+        constants: Values of compile-time parameters, by name. An update rule is given by its name.
+        aligned: Names of parameters whose values are multiples of 16.
+        is_wide: Whether threads must move 16 bytes at once.
     """
 
     module: str
@@ -154,7 +154,7 @@ def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
 
 
 def forms() -> Iterator[Any]:
-    """Yield capability and case. All are slow except, on one architecture, the cases that no other test compiles."""
+    """Yield each capability with each case. On one architecture, cases that no other test compiles are not slow."""
     for capability, name in itertools.product(CAPABILITIES, CASES):
         is_quick = capability == 90 and ("int8" in name or "table" in name)
         yield pytest.param(capability, name, marks=[] if is_quick else [pytest.mark.slow])

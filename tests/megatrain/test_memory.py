@@ -1,4 +1,4 @@
-"""The memory of a whole process stays within the plan's total, even if the run's state is many times larger."""
+"""The memory of a training process stays within the plan, even if the run's state is many times larger than RAM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of other tools' keys matches this project's schema, and error messages and the importer agree on it."""
+"""The table of other tools' keys matches this project's schema, and error messages and the importer agree with it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 
-#: Documents in the rows of one micro-batch; the windows, 4 and 130 tokens, are shorter and longer than some of them.
+#: Document lengths in each row of a micro-batch. Some documents are longer than the sliding window of 4 tokens.
 ROWS = ((1, 5, 3, 9), (12, 2, 4))
 
 

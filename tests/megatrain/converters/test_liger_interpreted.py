@@ -78,7 +78,7 @@ def step(family: str, batches: Any, *, liger: bool, kept: Any = ()) -> tuple[flo
     ],
 )
 def test_step_matches_one_without_liger(family: str, batches: list[dict[str, Tensor]]) -> None:
-    """The models have norms before and in attention, SwiGLU, GeGLU and biases. Transformers' own step matches, too."""
+    """The models have norms before and in attention, SwiGLU, GeGLU and biases. Transformers' own step also matches."""
     found, expected = (step(family, batches, liger=liger) for liger in (True, False))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert sum(found[1].terms) == pytest.approx(sum(expected[1].terms), rel=1e-6)

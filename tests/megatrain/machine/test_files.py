@@ -137,7 +137,7 @@ def test_unset_sizes_come_from_the_machine(tmp_path: Path) -> None:
 
 
 def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path: Path) -> None:
-    """The folder has only a config.json: a plan needs no weights."""
+    """The model folder contains only a config.json, which is enough for a plan."""
     more = '[lora]\nr = 4\ntarget_modules = ["q_proj"]\n[placement]\nweights = ["folder"]\n'
     more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so no block of the model stays there
     path, there = config_at(tmp_path, more=more), find_machine("rtx4090-128gb")

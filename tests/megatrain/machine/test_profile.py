@@ -1,4 +1,4 @@
-"""Profiles are stored completely or not at all. Damaged profiles and those of other machines are reported, not used."""
+"""Profiles are stored completely or not at all. Damaged profiles and other machines' profiles are not used."""
 
 from __future__ import annotations
 

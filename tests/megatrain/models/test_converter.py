@@ -46,7 +46,7 @@ class Gain(nn.Module):
 
 
 class Gains(ModelConverter):
-    """Converter that scales the output of every MLP and overrides every kind of hook."""
+    """Converter that scales the output of every MLP and overrides most hooks."""
 
     freezes_weights = True
 

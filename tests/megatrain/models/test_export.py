@@ -1,4 +1,4 @@
-"""Exports: transformers loads bit-identical weights, and a failed export never leaves a folder with the final name."""
+"""Exports: transformers loads bit-identical weights, and a failed export leaves no incomplete folder."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_model_built_without_a_folder_is_exported(family: str, tmp_path: Path) -
 
 
 def checkpoint_of(name: str, folder: Path) -> PreTrainedModel:
-    """Save and return a model of the family. Its fp32 weights are not representable in bf16."""
+    """Save and return a model of the family. Its fp32 weights cannot be represented exactly in bf16."""
     config = shrunk_config(name) if name in KEEPS_FP32 else AutoConfig.for_model(FAMILIES[name][0], **FAMILIES[name][1])
     model = build_model_of(config)
     model.save_pretrained(folder)

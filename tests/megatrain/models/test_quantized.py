@@ -1,4 +1,4 @@
-"""Quantized folders with ``[lora]`` are dequantized correctly and train exactly like plain folders of these values."""
+"""With ``[lora]``, quantized folders are dequantized correctly and train exactly like plain folders of equal values."""
 
 from __future__ import annotations
 

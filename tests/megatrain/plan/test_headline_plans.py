@@ -53,10 +53,10 @@ class Headline:
     """Claim of the project, in the form of a plan.
 
     Attributes:
-        parameters: number of parameters of the published model.
-        least_tokens_per_s: lower bound of the predicted rate, with assumed rates for unmeasured hardware.
-        most_crossing_tokens: upper bound of T*, in tokens per step; 0 if compute must always be the limit.
-        waits_for: missing feature without which the plan does not fit, or "".
+        parameters: Number of parameters of the published model.
+        least_tokens_per_s: Lower bound of the predicted rate, with assumed rates for unmeasured hardware.
+        most_crossing_tokens: Upper bound of T*, in tokens per step. 0 if compute must always be the limit.
+        waits_for: Missing feature without which the plan does not fit, or "".
     """
 
     name: str
@@ -161,7 +161,7 @@ def test_adapters_of_671b_on_one_4090(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def what_fits() -> ModuleType:
-    """Import the program that writes docs/what_fits.md and docs/what_fits_tables.md."""
+    """Import and return the program that writes docs/what_fits.md and docs/what_fits_tables.md."""
     spec = importlib.util.spec_from_file_location("what_fits", ROOT / "docs" / "what_fits.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

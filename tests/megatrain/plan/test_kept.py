@@ -85,7 +85,7 @@ def test_last_layers_are_kept_up_to_the_memory(tmp_path: Path) -> None:
 
 
 def test_copies_come_before_graphs(tmp_path: Path) -> None:
-    """If blocks are fetched, spare memory is used for prefetched and staying copies before graphs are kept."""
+    """If blocks are fetched, spare memory is used for their copies before graphs are kept."""
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]')
     assert plan.placement.working_bytes["ram"] and not plan.program.recompute.kept_graphs
 
@@ -149,7 +149,7 @@ SELECTIVE = 'recompute = "selective"'
 
 
 def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
-    """Saved are queries, keys, values, attention with its sums and projection, gate and up; not the last product."""
+    """Queries, keys, values, attention with its sums and projection, gate and up are saved. The last product is not."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     assert selective.program.recompute.saved_results == {1, 2, 3, 4} and not full.program.recompute.saving_visits
     config, rows, length = selective.graph.config, 2, 64
@@ -252,7 +252,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     estimates = [estimate_step(plan, shape, LoadedProfile(machine)).seconds["compute"] for plan in (again, kept)]
     recomputed = [trace.visits[visit].recompute for visit in kept.program.recompute.kept_graphs]
     flops = sum(work.product_flops for work in recomputed) / 1e11
-    attention = sum(work.attention_flops - work.skipped_flops for work in recomputed) / 5e10  # assumed: half the rate
+    attention = sum(work.attention_flops - work.skipped_flops for work in recomputed) / 5e10  # assumed: half of 1e11
     moved = sum(work.moved_nbytes for work in recomputed) / 1e10
     assert estimates[0] - estimates[1] == pytest.approx((flops + attention + moved) * TOKENS / trace.num_tokens)
     replays = [simulate_step(plan, TOKENS, rates).step_s for plan in (again, kept)]

@@ -81,7 +81,7 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
 
 
 def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses are near that of a random guess, and the gradient norms are nonzero.
+    """The losses are near the loss of a random guess, and the gradient norms are nonzero.
 
     The kernels are compiled before the first step. A slow first update would reduce the number of timed micro-batches.
     """
@@ -166,7 +166,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
 def test_kept_graphs_are_timed_with_shared_weight_memory(write: Write, optim: str) -> None:
-    """Updates of other layers overwrite weights between a forward and its backward. Wrong values are not refused."""
+    """Updates overwrite the shared weights between a forward and its backward. Timing accepts the wrong values."""
     plan = planned(write(training='recompute = "none:3"', optimizer=f'optim = "{optim}"'))
     assert plan.kept_bytes
     ticks = measure_ticks(plan, budget_s=0.0, kind_bytes=0)

@@ -105,7 +105,7 @@ def test_results_are_saved_next_to_moving_blocks_if_faster(
 def test_number_of_layers_that_save_results_is_optimal(
     ram: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all numbers of layers that add (almost) no drive writes, the plan chooses the one with the shortest step."""
+    """The chosen number of layers has the shortest step among all numbers that add almost no drive writes."""
     monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=1e10, flops=1e9))
 
     def written(recompute: str) -> Plan:

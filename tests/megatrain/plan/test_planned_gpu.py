@@ -40,7 +40,7 @@ def planned(
     more: str = "",
     **values: object,
 ) -> Plan:
-    """Plan steps of SmolLM3-3B's first layers with packed rows, for another machine or (if "") for this GPU."""
+    """Plan packed rows for SmolLM3-3B's first layers. ``machine`` is a machine's name, or "" for this machine's GPU."""
     model, path = folder / "model", folder / "run.toml"
     config = json.loads((EXAMPLES / "models" / "SmolLM3-3B" / "config.json").read_text())
     config |= {"num_hidden_layers": NUM_LAYERS, **values}

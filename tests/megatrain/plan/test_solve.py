@@ -174,7 +174,7 @@ def test_export_has_space_for_the_master_of_parts_and_shards() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_blocks_refused_by_the_bound_would_not_fit(data: st.DataObject) -> None:
-    """A bound on the fullest tick refuses blocks early. Results are the same without it, and from new and reused solvers."""
+    """The bound on the fullest tick changes no result, and a reused solver gives the same results as a new one."""
     count = data.draw(st.integers(1, 5))
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=3 * count, max_size=3 * count))
     blocks: dict[str, BlockPlan] = {}

@@ -27,7 +27,7 @@ ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivati
 
 @dataclass
 class WatchedOptimizer:
-    """Optimizer that records each format it compiled kernels for, with the number of updates until then."""
+    """Optimizer that records for which formats it compiled kernels, and after how many updates."""
 
     inner: Any
     formats: list[tuple[Format, int]] = field(default_factory=list)

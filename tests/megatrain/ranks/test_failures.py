@@ -61,7 +61,7 @@ def is_gone(pid: int) -> bool:
 
 ONE_RANK: Sequence[tuple[str, int, str]] = (
     ("1:raise", 4, rf"rank 1 \(on {HOST}\): the rows are wrong"),
-    ("0:raise", 4, "the rows are wrong"),  # exit code 4 of rank 0 is an error of all ranks, so none is named
+    ("0:raise", 4, "the rows are wrong"),  # rank 0's errors with exit code 4 apply to all ranks
     ("1:kill", 1, rf"rank 1 \(on {HOST}\): was ended by SIGKILL"),
     ("1:stop", 1, rf"rank 1 \(on {HOST}\): has sent no heartbeat for \d+ s"),
     ("0:stop", 1, rf"rank 0 \(on {HOST}\): has (not answered|sent no heartbeat) for \d+ s"),

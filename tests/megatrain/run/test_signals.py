@@ -37,7 +37,7 @@ def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> N
         assert heard.stop_requested and not heard.is_hung_up
         heard._request_s = -1e9  # long ago
         send(signal.SIGHUP)
-    with RunSignals(stops_after_step=True, is_stuck=lambda: True) as heard:  # it still saves once there is space
+    with RunSignals(stops_after_step=True, is_stuck=lambda: True) as heard:  # the run saves once there is space
         send(signal.SIGHUP)
         assert heard.stop_requested
 

@@ -122,7 +122,7 @@ def unneeded_products(*, is_told: bool) -> set[str]:
     In such a layer, autograd saves the norm's output, but not its input.
 
     Args:
-        is_told: whether kernel launches are reported.
+        is_told: Whether kernel launches are reported to the record of uses.
     """
     weight, adapter = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
     uses = ProductUses({id(weight): "weight"}, count_flops)

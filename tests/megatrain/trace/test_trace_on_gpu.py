@@ -82,7 +82,7 @@ def call(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat1
     """Return an attention backward and its arguments up to the output.
 
     Args:
-        shapes: shapes of queries, keys and values: [batch, heads, tokens, width]."""
+        shapes: Shapes of queries, keys and values: [batch, heads, tokens, width]."""
     query, key, value = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
     out = torch.empty_like(query).transpose(1, 2).contiguous().transpose(1, 2)
     func = getattr(aten, f"_scaled_dot_product_{name}_backward").default
@@ -108,9 +108,9 @@ def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **option
 def test_flash_attention_backward_allocations(
     rows: int, length: int, in_order: float, in_any_order: float, expanded: float
 ) -> None:
-    """Allocated are fp32 query gradients for each split, and gradients of keys and values for all 28 heads.
+    """The kernel allocates fp32 query gradients for each split, and key and value gradients for all 28 heads.
 
-    The shape is that of a 7B model on 132 multiprocessors. The expected GB were derived from the kernel's source.
+    The model is a 7B model on 132 multiprocessors. The expected sizes in GB were derived from the kernel's source.
     """
     heads, few = (rows, 28, length, 128), (rows, 4, length, 128)
     for is_deterministic, expected in ((True, in_order), (False, in_any_order)):
@@ -160,7 +160,7 @@ def test_rows_of_several_lengths_in_one() -> None:
     assert found is not None and (found.num_rows, found.num_keys) == (2, 1000)
     rows = 1000 + 2 * 128
     expanded = 2 * 1000 * 8 * 64 * 2
-    copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # gradients; short sequences take several calls
+    copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # half of the gradients, to join the results of several calls
     hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
     assert found.workspace_nbytes(CUDA, is_deterministic=True) == hidden
     least = 2 * 1000 * 8 * 64 * 4

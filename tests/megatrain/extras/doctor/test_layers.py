@@ -1,4 +1,4 @@
-"""Fits of layer costs to measured times: known costs are recovered from the times that they cause."""
+"""Layer costs are fitted to measured times. From simulated times, the fit recovers the known costs."""
 
 from __future__ import annotations
 
