@@ -18,11 +18,12 @@ class Case:
 
     Attributes:
         model_type, values: Architecture and other values of the model's `config.json`.
-        shape: Numbers of micro-batches, of rows per micro-batch, and of tokens per row.
-        placement: Config table ``[placement]``. If a kind of block is at "nvme", the config gets a drive.
+        shape: Number of micro-batches, rows per micro-batch, and tokens per row.
+        placement: Config table ``[placement]``. The config has a drive if this table has entries or ``ram`` is "TIGHT".
         ram: Size of the RAM tier. "TIGHT" is a third above the minimum.
         optimizer, model, precision: Additional keys of these config tables.
-        changes: `--set` values for a second plan and run. "TIGHT" means the size above, "FOLDER" the case's folder.
+        changes: `--set` values for a second plan and run. In them, "TIGHT" stands for a RAM size a third above the
+            minimum, and "FOLDER" for the case's folder.
     """
 
     model_type: str
@@ -46,7 +47,7 @@ class Case:
         return bool(self.placement) or self.ram == "TIGHT"
 
     def drive(self, folder: Path) -> list[str]:
-        """Return the `--set` values that add a drive to a config without one."""
+        """Return the `--set` values that add a drive, or an empty list if the config already has one."""
         return [] if self.has_drive else [f'tiers.nvme=[{{ path = "{folder / "probe"}", size = "8GiB" }}]']
 
 
@@ -132,7 +133,7 @@ QUICK_CASES: dict[str, Case] = {
 
 
 def write_config(case: Case, folder: Path, text: Path, num_steps: int) -> Path:
-    """Write the model's folder and the config of a case, and return the path of the config. The run saves nothing."""
+    """Write a case's model folder and config, and return the path of the config. The run saves no checkpoints."""
     model = write_shape(folder / "model", case.model_type, **case.values)
     micro_batches, rows, length = case.shape
     tables: dict[str, Mapping[str, Any]] = {

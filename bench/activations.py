@@ -5,13 +5,14 @@
     python bench/activations.py --tokens 1x1x2048 --ram 256MiB
 
 Each side runs in a separate process. It creates the same Llama, runs one unmeasured step, and then measured forwards
-and backwards without recompute. ``held`` is the growth of the resident memory in a forward, measured after the steps
-and after the drive has written its queue. Unwritten bytes stay in the RAM tier, within its capacity. ``peak`` is the
-maximum during a step, with gradients and the store's RAM tier, above the memory before the first step. Both sides run
-with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB. Otherwise, freed memory would stay in the heap and hide the effect.
+and backwards without recompute. ``held`` is the growth of resident memory during a forward, after the drive has written
+its queue. It is measured after the timed steps. Bytes that are not yet written stay in the RAM tier, within its
+capacity. ``peak`` is the maximum resident memory during the measured steps, minus the memory before the first step. It
+includes gradients and the store's RAM tier. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB. Otherwise,
+freed memory would stay in the heap and hide the effect.
 
-Claims: loss and gradients are bit-identical. The graph holds less, by at least 0.8 of the moved bytes. No tensor stays
-in memory because a tier is full, and no tier exceeds its capacity.
+Claims: loss and gradients are bit-identical. With offloading, the graph holds less memory: the difference is at least
+0.8 of the offloaded bytes. No tensor stays in memory because a tier is full, and no tier exceeds its capacity.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
 
 
 def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store: TieredStore | None) -> int:
-    """Return by how many bytes a forward increases resident memory, for the graph and, with a store, the context."""
+    """Return how many bytes a forward adds to resident memory. With a store, they include the bytes in its RAM tier."""
     wait_for_writes(store)
     before_bytes = resident_bytes()
     with context:
@@ -159,7 +160,7 @@ def wait_for_writes(store: TieredStore | None) -> None:
 
 
 def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict[str, Any]:
-    """Return the mean bytes moved per step, and the store's statistics for each tier."""
+    """Return mean bytes moved and seconds waited per step, and how far tensors or tiers exceeded the capacity."""
     earlier, tiers_earlier = before
     now, tiers = context.stats(), store.stats() - tiers_earlier
     names = ("offloaded_bytes", "restored_bytes", "deduplicated_bytes", "pack_wait_s", "unpack_wait_s")

@@ -1,16 +1,17 @@
-"""Cost of a checkpoint, which depends on the bytes in RAM and not on the state's size, and lost training time.
+"""Cost of a checkpoint, which depends on the bytes in RAM and not on the state's size, and training time lost to it.
 
     python bench/checkpoint.py --json
     python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
     python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
 
 First, the bench commits states of several sizes, split into the same number of blocks (the smallest also into ten times
-that number). The homes of the blocks are NVMe, RAM for a tenth or for all of them, or NVMe with a tenth changed in RAM
-and not written back. Each state is committed unchanged, and again after every block on NVMe was rewritten. Then the
-real trainer runs, and steps during the write of a checkpoint are compared with other steps of the same run.
+that number). There are four kinds of states. Either no block, a tenth of the blocks or all blocks have RAM as their
+home, and the others NVMe. Or all homes are on NVMe, and a tenth of the blocks is changed in RAM and not written back.
+Each state is committed unchanged, and again after every block on NVMe was rewritten. Then the real trainer runs. Steps
+that run while a checkpoint is written are compared with other steps of the same run.
 
-Claims: a commit writes the bytes whose home is RAM and links the rest. An unchanged commit of the largest state on NVMe
-takes at most 1.5 times as long as a commit of the smallest state.
+Claims: a commit writes the blocks whose home is RAM and links the others. An unchanged commit of the largest state on
+NVMe takes at most 1.5 times as long as a commit of the smallest state.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tiered.units import PAGE_BYTES, GiB, MiB, round_up
 TARGET_RATIO = 1.5
 _SPARE_RAM_BYTES = 2 * GiB  # reserved for other programs
 
-#: Name -> (share whose home is RAM, share changed in RAM at the time of the commit).
+#: Name -> (share of blocks whose home is RAM, share of blocks that are changed in RAM before each commit).
 SHARES = {"ram0": (0.0, 0.0), "ram10": (0.1, 0.0), "ram100": (1.0, 0.0), "changed10": (0.0, 0.1)}
 
 
@@ -88,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Cost:
-    """Measurements of one commit, and the seconds spent flushing files that the store had written before."""
+    """Measurements of one commit, and the seconds it spent flushing files that were written before the commit."""
 
     figures: CommitFigures
     flush_s: float
@@ -134,11 +135,11 @@ class Costs:
         self._report.row(f"{name}.each", [round(each, 3) for each in ratios], "x")
 
     def _nbytes(self, size: float, num_blocks: int) -> int:
-        """Return the bytes of a state of ``size`` GB, rounded so that blocks consist of whole pages."""
+        """Convert ``size`` from GB to bytes, rounded up so that each block consists of whole pages."""
         return round_up(int(size * 1e9) // num_blocks, PAGE_BYTES) * num_blocks
 
     def _measure(self, size: float, share: str, num_blocks: int, name: str) -> bool:
-        """Commit one state and print the rows. Return False if the state does not fit this machine."""
+        """Commit one state and print the rows. Return False if the state does not fit on this machine."""
         in_ram, _ = SHARES[share]
         nbytes = self._nbytes(size, num_blocks)
         ram_bytes, disk_bytes = int(in_ram * nbytes) + _SPARE_RAM_BYTES, 3 * nbytes
@@ -178,11 +179,11 @@ class Costs:
 
 
 class State:
-    """State to commit: blocks of equal size in a separate store. A context manager.
+    """State to commit, as blocks of equal size in a separate store. A context manager that closes the store.
 
     Attributes:
-        nbytes: Bytes of all blocks.
-        ram_bytes: Bytes of the blocks whose home is RAM.
+        nbytes: Total size of all blocks, in bytes.
+        ram_bytes: Total size of the blocks whose home is RAM, in bytes.
     """
 
     def __init__(self, folder: Path, nbytes: int, num_blocks: int, share: str) -> None:
@@ -222,7 +223,11 @@ class State:
             lease.tensor.fill_(self._turn % 251)
 
     def commit(self, *, rewrite: bool = False) -> Cost:
-        """Commit, and wait until the commit is complete."""
+        """Change the blocks that this state changes in RAM, commit, and wait until the commit is complete.
+
+        Args:
+            rewrite: Whether to rewrite all blocks on NVMe first.
+        """
         if rewrite:
             self.rewrite()
         for key in self._changed:
@@ -234,7 +239,7 @@ class State:
 
 
 class TimedFlush:
-    """Context manager that measures how long a commit spends flushing files that the store had written before."""
+    """Context manager that measures how long a commit spends flushing files that were written before the commit."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -253,10 +258,11 @@ class TimedFlush:
 
 
 class Stall(RunObserver):
-    """A training run that saves every few steps, and its observer.
+    """Training run that saves a checkpoint every few steps. The object is also the observer of the run.
 
-    A cycle is the time between the ends of two steps that each precede a save. No checkpoint is written during the last
-    steps of a cycle. The cost of a save is the extra time of its cycle.
+    A cycle is the time from the end of the last step before a save to the end of the last step before the next save.
+    Steps in the second half of a cycle count as undisturbed, because the checkpoint should be complete by then. The
+    cost of a save is the time by which its cycle exceeds the same number of undisturbed steps.
     """
 
     CYCLE = 8  # steps
@@ -269,7 +275,12 @@ class Stall(RunObserver):
         self._saves: list[CheckpointMetrics] = []
 
     def run(self, placement: str, mode: str) -> None:
-        """Train with a placement of the state, ``beside`` a save or ``waiting`` for it, and print the rows."""
+        """Train with the optimizer state in RAM or on NVMe, and print the rows.
+
+        Args:
+            placement: "ram" or "nvme".
+            mode: "beside" if steps continue during a save, "waiting" if they wait for it.
+        """
         out = self._folder / f"{placement}_{mode}"
         tables: dict[str, Any] = {"tiers": {"ram": {"size": "4GiB"}}}
         if placement == "nvme":
@@ -288,7 +299,7 @@ class Stall(RunObserver):
 
     def _print_results(self, name: str) -> None:
         row = self._report.row
-        ends = [*range(self.CYCLE - 1, len(self._ends_s), self.CYCLE)]  # last step of each cycle, which a save follows
+        ends = [*range(self.CYCLE - 1, len(self._ends_s), self.CYCLE)]  # last step of each cycle, before a save
         periods = [after - before for before, after in pairwise(self._ends_s)]
         quiet_s = statistics.median(
             second for start in ends[:-1] for second in periods[start + self.CYCLE // 2 : start + self.CYCLE]

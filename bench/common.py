@@ -27,7 +27,7 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 def hardware() -> dict[str, Any]:
     """Return this machine's processor, number of usable CPUs, torch threads, RAM in bytes, and GPU or None."""
-    from megatrain.machine.profiles import cpu_name  # imported late, because memory workers import this file
+    from megatrain.machine.profiles import cpu_name  # not needed by processes that measure their memory
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this working tree, with "+" if files have changed, or "unknown" outside of git."""
+    """Return this working tree's commit, with "+" if `megatrain` or `tiered` has changes, or "unknown" without git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + (
@@ -99,7 +99,7 @@ class Report:
         Args:
             name: Dotted name of what was measured.
             value, unit: Measured value and its unit, or None and the reason.
-            target: Target or upper limit of the value, or None if the row claims nothing.
+            target: Target or limit of the value, or None if the row claims nothing.
             ok: Whether the target is met, or None without a target.
             timing: Whether ``ok`` depends on the machine's speed and load. If so, the row does not fail the bench.
         """
@@ -139,12 +139,12 @@ def process_usage() -> dict[str, float]:
 
 
 def high_water_bytes() -> int:
-    """Return the peak memory of this process."""
+    """Return the peak resident memory of this process in bytes, or 0 if the kernel does not report it."""
     found = re.search(r"VmHWM:\s+([0-9]+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(found[1]) * 1024 if found else 0
 
 
 def reset_high_water() -> None:
-    """Reset the peak of `high_water_bytes` to the current memory (Linux, proc(5))."""
+    """Reset the peak that `high_water_bytes` returns to the current memory (Linux, proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -1,4 +1,4 @@
-"""TieredAdamW in an ordinary training loop with all state in RAM, compared with torch's and offloading optimizers.
+"""TieredAdamW in an ordinary training loop with all state in RAM, compared with AdamW and offloading optimizers.
 
     python bench/embed_optimizer.py --json
     python bench/embed_optimizer.py --quick           # a few seconds, 1M parameters
@@ -8,10 +8,10 @@ Every side has a copy of one Llama model, and the sides alternate on the same to
 optimizer's step, including any norm and clipping, and the whole step. `tiered` keeps only the state in the store.
 `offload` keeps the whole module in the store, and updates it in the next forward.
 
-Claim: with and without clipping, a step of `tiered` takes at most as long as torch's fused AdamW. If torchao and
-bitsandbytes are installed and a CUDA device exists, their optimizers also run, and all sides use the device. Without a
-device, a row has torchao's error message. `by_parameter` is the host's part of torchao's step: torch's fused AdamW with
-one optimizer per parameter, without the copies to and from the GPU.
+Claim: with and without clipping, a step of `tiered` takes at most as long as torch's fused AdamW. If a CUDA device
+exists, all sides use it, and the optimizers of torchao and bitsandbytes also run if they are installed. On the CPU, a
+row has the error message of each of these libraries instead. There, `by_parameter` stands for the host's part of
+torchao's step: torch's fused AdamW with one optimizer per parameter, without the copies to and from the GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPES = {"1M": (128, 4, 1024), "10M": (256, 8, 8192), "100M": (768, 12, 8192)}
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 0.5
 TARGET_RATIO, TARGET_LOSS = 1.0, 1e-5
-#: Bytes per parameter that a side needs: weights, gradients, two states, and working memory for a forward and a step.
+#: Bytes per parameter that a side needs: weight, gradient, two moments, and working memory for a forward and a step.
 SIDE_BYTES = 20
 
 
@@ -167,7 +167,7 @@ def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.O
 
 
 def _error_message(make: Callable[[Any], torch.optim.Optimizer]) -> str:
-    """Return the message with which a library's optimizer fails without a GPU."""
+    """Return the first line of the error that a library's optimizer raises without a GPU. If none, return a note."""
     try:
         make([nn.Parameter(torch.zeros(1 << 16))])
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -208,7 +208,7 @@ def _bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
 def open_sides(
     model: nn.Module, num_parameters: int, num_threads: int, peers: dict[str, Callable[[Any], Any] | str]
 ) -> Iterator[list[Side]]:
-    """Yield all sides, each with a copy of the model. All state of our sides is in RAM."""
+    """Yield all sides, each with a copy of the model. Our sides keep all their state in RAM."""
     device = next(model.parameters()).device
     with open_store(ram=2 * SIDE_BYTES * num_parameters + (64 << 20)) as store:
         plain, tiered = copy.deepcopy(model), copy.deepcopy(model)
@@ -234,7 +234,7 @@ def _our_optimizer(model: nn.Module, store: Any, num_threads: int, name: str) ->
 
 
 def measure(sides: Sequence[Side], ids: Tensor, max_norm: float, num_rounds: int) -> None:
-    """Run steps alternately. The first two steps of each side are warm-up."""
+    """Run steps of all sides in turn. The first two steps of each side are a warm-up."""
     for number in range(2 + num_rounds):
         for side in sides:
             if number == 2:

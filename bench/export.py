@@ -4,8 +4,8 @@
     python bench/export.py --quick                      # the 0.82 M model of the repository
     python bench/export.py --model FOLDER
 
-Claims: the exported folder gives the logits that the trainer computes from the checkpoint. In addition to the memory of
-the libraries, the export takes far less RAM than the model.
+Claims: from the exported folder, transformers computes the logits that the trainer computes from the checkpoint, within
+rounding. Without the memory of the libraries, the export takes far less RAM than the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.training.resolve import resolve_checkpoint
 from megatrain.training.trainer import Trainer
 
 NUM_STEPS = 10
-#: Largest difference of logits that a different order of additions can cause (other number of rows, other kernel).
+#: Maximum difference between logits. Another number of rows or another kernel adds in a different order.
 TOLERANCE = 2e-4
 TARGET_RAM_SHARE = 0.5
 
@@ -66,7 +66,7 @@ path = "state"
 size = "12GiB"
 """
 
-#: Program for a separate process that computes the logits of an exported folder for the ids in a file.
+#: Program for a separate process: computes the logits of an exported model for the token ids in a file.
 LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> int:
-    """Train, export and load the model in separate processes, and print the rows."""
+    """Train the model in this process, export and load it in separate processes, and print the rows."""
     model = arguments.model or QUICKSTART / "smollm2-135m"
     if arguments.quick:
         model = make_small_model(folder)
@@ -153,7 +153,7 @@ def claim(target: float, value: float, is_claimed: bool) -> dict[str, Any]:
 
 
 def make_small_model(folder: Path) -> Path:
-    """Write the repository's small model with random weights."""
+    """Write the repository's small model with random weights, and return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def make_small_model(folder: Path) -> Path:
 
 
 def engine_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids [rows, tokens], and the engine's logits [rows * (tokens - 1), words] from the checkpoint."""
+    """Return ids [rows, tokens], and the engine's logits [rows * (tokens - 1), vocabulary] from the checkpoint."""
     loader = trainer.make_loader()
     loader.seek(LoaderPosition())
     ids = next(loader).micro_batches[0]["input_ids"]

@@ -1,4 +1,4 @@
-"""Share of weights that change at a small learning rate: bf16 weights updated in place, and our split fp32 masters.
+"""Share of weights that change at a small learning rate, with bf16 weights updated in place and with our split masters.
 
     python bench/freezing.py --json
     python bench/freezing.py --quick
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def print_results(report: Report, size: int, lr: float, num_steps: int) -> None:
-    """Print the share of changed weights at one learning rate."""
+    """Print how many weights each optimizer changes at one learning rate, and how its total update compares to fp32."""
     start, gradient = make_problem(size)
     runs = {
         "fp32_master": train_torch(start.float(), gradient, lr, num_steps),

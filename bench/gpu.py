@@ -1,16 +1,19 @@
-"""One GPU: our engine at 7 to 20 B parameters and long context, the reference MegaTrain and plain PyTorch.
+"""One GPU: our engine at 7 to 20 B parameters and long context, compared with MegaTrain, PyTorch and DeepSpeed.
 
     python bench/gpu.py --parts 7b_64k,7b_4k --profile --json --out gpu.jsonl
     python bench/gpu.py --parts rates,7b_4k_equal --megatrain ../MegaTrain
     python bench/gpu.py --quick --device cpu       # every part at a tiny size, no GPU needed
 
-Claims, on one H200 with the defaults of a run: 12,000 tokens/s at 7 B and T = 64k, with hardware FLOP/s of 0.6 of the
-rate of matrix products in the same process. With equal work at 7 B: 1.5 times the tokens/s of the reference at T = 64k
-and 2.5 times at 4k, with an fp32 master that it lacks. Also no less than plain PyTorch with everything on the GPU, at
-the largest size that fits it, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The machine
-cannot hold all sides at once. They run one after the other in separate processes, from the same weights and on the same
-tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates. `--minutes`
-limits the whole call; parts that were skipped for lack of time are reported.
+Claims, on one H200: with the defaults of a run, our side reaches 12,000 tokens/s at 7 B and T = 64k. Its hardware
+FLOP/s are at least 0.6 of the rate of matrix products in the same process. If every side does the same work at 7 B, our
+side has 1.5 times the tokens/s of the reference MegaTrain at T = 64k, and 2.5 times at 4k. Our side also updates an
+fp32 master, which the reference lacks. Our side is at least as fast as plain PyTorch with everything on the GPU, at the
+largest number of layers that fits. It has 1.84 times the tokens/s of DeepSpeed ZeRO-3 with offload. Our side moves the
+planned number of bytes.
+
+The machine cannot hold all sides at once. They run one after the other in separate processes, from the same weights and
+on the same tokens. In the part `rates`, the command `doctor` measures the machine; plans predict step times from these
+rates. `--minutes` limits the whole call; parts that were skipped for lack of time are reported.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from bench.gpu_sides.rows import Rows
 RATES = "rates"
 #: Reduced numbers of layers to try with plain PyTorch if all 28 do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
-#: Number of last log lines to keep after a side fails.
+#: Number of log lines to print after a side fails.
 _LINES_KEPT = 200
 #: Minimum remaining time for starting a side.
 MIN_START_S = 30.0
@@ -58,7 +61,7 @@ class TerminatedError(Exception):
 
 
 def main() -> int:
-    """Run the parts. Return 1 if a row fails, except for timing rows. SIGTERM ends the running side, but keeps rows."""
+    """Run the parts. Return 1 if a row fails, except for timing rows. After SIGTERM, finished steps still count."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, _terminate)
     deadline_s = time.monotonic() + 60 * arguments.minutes
@@ -86,7 +89,7 @@ def main() -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore the second: `timeout` signals a process, then its group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore a second one: `timeout` signals the process, then its group
     raise TerminatedError
 
 
@@ -130,7 +133,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float) -> bool:
-    """Run doctor on the machine and the drive of the scratch folder, and print the measured rates."""
+    """Let doctor measure the machine and the scratch folder's drive, and print the rates. Return whether it worked."""
     report = Report("gpu", as_json=arguments.json, tokens_per_step=None, out=arguments.out)
     command = [sys.executable, "-m", "cli", "doctor", "--quick", "--json", str(folder)]
     environment = {**os.environ, "PYTHONPATH": _python_path(), "NO_COLOR": "1"}
@@ -178,7 +181,7 @@ class Comparison:
         self._layers = arguments.layers
 
     def run(self) -> None:
-        """Run all sides, plain PyTorch first, because it determines how many layers fit."""
+        """Run all sides. Plain PyTorch runs first, because the number of layers that fit it applies to all sides."""
         sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
         found: dict[str, Mapping[str, Any]] = {}
         for number, side in enumerate(sides):
@@ -189,7 +192,7 @@ class Comparison:
             result, failure = self._run_side(side, num_left=len(sides) - number)
             if failure:
                 self._rows.failed(side, failure, is_ours=side == OURS)
-            if "start_s" in result:  # present even if the time ended before the first step
+            if "start_s" in result:  # present even if time ran out before the first step
                 self._rows.start(side, result)
             if result.get("steps"):
                 found[side] = result
@@ -214,7 +217,7 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process until it ends or reaches its deadline. Return its results, and why it failed or "".
+        """Run a side's process until it ends or reaches its deadline. Return its results and the reason if it failed.
 
         Args:
             num_left: Number of the part's sides still to run, including this one. They share the remaining time.
@@ -230,7 +233,7 @@ class Comparison:
             "PYTHONPATH": _python_path(),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
-        if side == OURS:  # required for deterministic products; costs host time per product in torch 2.11
+        if side == OURS:  # required for deterministic matrix products; adds host time per product in torch 2.11
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         else:
             environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -286,7 +289,7 @@ def _python_path() -> str:
 
 
 def _log_tail(log: Path) -> str:
-    """Return the end of a side's log, because its file is deleted with the scratch folder."""
+    """Return the end of a side's log, to be printed before the log is deleted with the scratch folder."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_KEPT:])
 
 

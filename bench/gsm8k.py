@@ -6,9 +6,10 @@
     python bench/gsm8k.py --data FOLDER --trl PYTHON    # TRL too, in the environment of another interpreter
 
 Claims: a run of the example, with less RAM than its state needs, has the same losses, gradient norms and trained
-weights as Hugging Face's model in RAM with torch's AdamW. The loss of the test answers before and after training is
-also the same. The plain side computes this loss row by row, without packing. With `--trl`, SFTTrainer trains the same
-tokens of the same rows with the same losses. No row depends on time.
+weights as Hugging Face's model in RAM with torch's AdamW. Both sides also have the same loss on the test answers,
+before training and afterwards. The plain side computes this loss row by row, without packing. With `--trl`, SFTTrainer
+trains the same tokens of the same rows with the same losses. Numbers are compared within tolerances. No row depends on
+time.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from megatrain.tasks.evaluation import load_evaluation_sets
 from megatrain.training.resolve import resolve_evaluation
 from megatrain.training.trainer import Trainer
 
-#: Both compute in fp32, but in different orders (the loss in pieces, the norm in fp64, packed rows). Adam's first steps
-#: divide by gradients near zero, which carries differences from step to step.
+#: Both sides compute in fp32, but in different orders (the loss in pieces, the norm in fp64, packed rows). Adam's first
+#: steps divide by gradients near zero, which amplifies the differences in later steps.
 LOSS_TOLERANCE, NORM_TOLERANCE, EVAL_TOLERANCE = 1e-5, 1e-4, 1e-5
-#: Norm of the difference of all weights, divided by the norm of their change in training.
+#: Maximum norm of the difference between both sides' weights, divided by the norm of the weights' change in training.
 WEIGHT_TOLERANCE = 1e-3
 
 QUICK = """
@@ -200,7 +201,7 @@ def make_small_model(folder: Path) -> Path:
 
 
 def make_data(folder: Path) -> Path:
-    """Write random addition problems and their answers in GSM8K's format, and return the folder."""
+    """Write addition problems and their answers in GSM8K's format, and return the folder."""
     folder.mkdir()
     for number, name in enumerate(_SPLITS.values()):
         rows = [
@@ -249,7 +250,7 @@ def print_differences(report: Report, ours: Run, plain: Run) -> None:
 
 
 def print_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Print the distance between the trained weights of both sides, and the distance that training moved them."""
+    """Print the distance between both sides' trained weights, and how far training moved the weights."""
     assert ours.summary is not None and ours.summary.export_dir is not None
     apart = moved = largest = largest_move = 0.0
     with safe_open(ours.summary.export_dir / "model.safetensors", "pt") as file:
@@ -270,7 +271,7 @@ def print_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weigh
 
 
 def print_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
-    """Print the loss of the test answers before and after training."""
+    """Print the loss on the test answers before and after training."""
     report.row("test.tokens", ours.num_test_tokens, "tokens with a label")
     same = ours.num_test_tokens == plain.num_test_tokens
     report.row("test.tokens_more_than_plain", ours.num_test_tokens - plain.num_test_tokens, "tokens", target=0, ok=same)
@@ -286,7 +287,7 @@ def print_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
 
 
 def print_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> None:
-    """Print the bytes in each tier, the bytes moved per step, and each side's process memory."""
+    """Print the peak bytes in each tier, the bytes moved per step, and each side's peak process memory."""
     assert ours.summary is not None
     for tier, nbytes in ours.summary.tier_peak_bytes.items():
         most = trainer.plan.budgets[tier]
@@ -329,7 +330,7 @@ def run_plain(trainer: Trainer, batches: Sequence[StepBatch]) -> tuple[Run, Mapp
 
 
 def test_rows(trainer: Trainer) -> list[dict[str, Tensor]]:
-    """Return the test rows one by one, without padding."""
+    """Return each test row as a batch of one row, without padding."""
     config = trainer.config
     tokenizer = load_tokenizer(config.model.model_name_or_path, chat_template=config.model.chat_template)
     (each,) = load_evaluation_sets(resolve_evaluation(config), trainer.plan, tokenizer, lambda text: None)
@@ -344,7 +345,7 @@ def test_rows(trainer: Trainer) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def test_loss(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over all trained tokens in these rows, and the number of these tokens."""
+    """Return the mean loss over all trained tokens of the rows, and the number of trained tokens."""
     model.eval()
     counts = [int((row["labels"][:, 1:] != IGNORED_LABEL).sum()) for row in rows]
     sums = [model(**row, use_cache=False).loss.item() * count for row, count in zip(rows, counts, strict=True)]
@@ -352,7 +353,7 @@ def test_loss(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> tuple[float, 
 
 
 def forget_peak_memory() -> None:
-    """Reset the peak of :func:`peak_memory`, if the system supports this."""
+    """Reset the peak that :func:`peak_memory` returns, if the system supports this."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -4,10 +4,10 @@
     python bench/large.py --quick                              # a minute, a small model
     python bench/large.py --only moe --ram 2GiB --tokens 1x1x128
 
-Claim: three steps move exactly the planned bytes, and the used RAM stays within the tier (2 GiB, or the planned
-minimum). The loss of the first step matches plain transformers on the same weights and rows, run layer by layer. The
-bench writes the weights to a Hugging Face folder that is larger than the tier. A start takes less than twice as long as
-the transfer of its bytes at the drive's rate.
+Claims: three steps move exactly the planned bytes. The process needs at most 1 GiB of RAM in addition to its RAM tier
+(2 GiB, or the planned minimum). The loss of the first step matches plain transformers on the same weights and rows, run
+layer by layer. Startup takes less than twice the time of moving its bytes at the drive's rate. The bench first writes
+the weights to a Hugging Face folder that is larger than the tier.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Case:
         )
 
     def _fit_config(self) -> tuple[RunConfig, Plan]:
-        """Return the config with the requested sizes of RAM tier and drive, or with the minimum sizes by default."""
+        """Return a config that fits, and its plan. A tier that is too small gets the minimum size of the plan."""
         sizes = {"ram": "1MiB" if self._arguments.quick else self._arguments.ram}
         while True:
             config = self._config(sizes)
@@ -263,7 +263,7 @@ class Large(Ours):
         return time.perf_counter() - start_s
 
     def export(self, out: Path, tokenizer: Path) -> None:
-        """Write the weights as a Hugging Face folder. No step can follow."""
+        """Write the weights as a Hugging Face folder. No step can run afterwards."""
         self._run.end_steps()
         weights = self._run.weights
         origin = weights.source.origin
@@ -274,7 +274,7 @@ class Large(Ours):
 
 
 def write_model(folder: Path, model_type: str, values: Mapping[str, Any]) -> None:
-    """Write a Hugging Face folder with random bf16 weights and the quickstart's tokenizer, a range at a time."""
+    """Write a Hugging Face folder with random bf16 weights and the quickstart's tokenizer, one range at a time."""
     write_shape(folder, model_type, dtype="bfloat16", **values)
     graph = build_graph(folder, dtype=torch.bfloat16)
     weights = RandomWeights(graph.model, seed=0)

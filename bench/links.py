@@ -70,7 +70,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def num_blocks(arguments: argparse.Namespace, block_mib: int) -> int:
-    """Return the even number of blocks in a measurement, because "mixed" needs two equal halves."""
+    """Return the number of blocks in a measurement. It is even, because "mixed" needs two equal halves."""
     total_mib = arguments.total or (256 if arguments.quick else 512)
     return max(2, total_mib // block_mib // 2 * 2)
 
@@ -137,7 +137,7 @@ class BlockSize:
         return makers
 
     def _measure(self, sides: Sequence[Side]) -> Measured:
-        """Return the samples by operation and side. Each round begins with a different side."""
+        """Run all rounds, and return the samples by operation and side. Each round begins with a different side."""
         measured: dict[tuple[str, str], Samples] = {}
         for number in range(1 + self._num_rounds):
             first = number % len(sides)

@@ -47,11 +47,11 @@ def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 819
 def write_shape(folder: Path, model_type: str, **values: Any) -> Path:
     """Write a folder of any architecture with the quickstart's tokenizer and no weights, and return the folder.
 
-    Configs that use it must set ``model.train_from_scratch = true``.
+    Run configs that use the folder must set ``model.train_from_scratch = true``.
 
     Args:
         model_type: Architecture, as in ``config.json``.
-        values: Values of the configuration, with a vocabulary of at least 1,024.
+        values: Other values of ``config.json``. The vocabulary must have at least 1,024 tokens.
     """
     from transformers import AutoConfig, AutoTokenizer
 

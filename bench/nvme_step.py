@@ -93,7 +93,7 @@ class Regime:
         folder.mkdir()
 
     def run(self) -> tuple[float, float]:
-        """Measure and print the rows. Return the median seconds per step of compute alone and of bytes / rate."""
+        """Measure and print the rows. Return the median seconds per step for compute alone and for bytes / rate."""
         arguments, text = self._arguments, QUICKSTART / "loomings.txt"
         ram_config = run_config(self._model, text, self._shape, self._folder)
         nvme_config = self._nvme_config()
@@ -202,7 +202,7 @@ class Drive:
         self._store.close()
 
     def rate_bytes_per_s(self) -> float:
-        """Measure concurrent reads and writes in bytes/s, over several rounds, because short bursts are faster."""
+        """Return the rate of concurrent reads and writes in bytes/s, over several rounds: short bursts are faster."""
         seconds = sum(self._round_s() for _ in range(_DRIVE_ROUNDS))
         return _DRIVE_ROUNDS * (len(self._read) + len(self._written)) * self.BLOCK_BYTES / seconds
 
@@ -224,7 +224,7 @@ class Drive:
 
 
 def _interleave(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield parts of both sequences in lockstep, each spread evenly."""
+    """Split both sequences evenly into the same number of parts, and yield the parts in pairs."""
     count = max(len(first), len(second), 1)
     for number in range(count):
         yield (
@@ -240,8 +240,8 @@ def print_crossing(times: Sequence[tuple[int, float, float]], arguments: argpars
     slope = (many_s - few_s) / (many - few)
     crossing = few + ((few_drive_s + many_drive_s) / 2 - few_s) / slope
     report.row("crossing.measured", crossing, "tokens/step")
-    # architecture.md: T* = c eta P / 8, with c seconds per parameter of the drive and eta P the achieved FLOP/s, both
-    # from the largest step. It omits the costs of a step that do not depend on its tokens (updates, calls).
+    # From architecture.md: T* = c eta P / 8, where c is the drive's seconds per parameter and eta P the achieved
+    # FLOP/s, both from the largest step. It omits costs that do not depend on the tokens (updates, calls).
     report.row("crossing.formula", many_drive_s / (many_s / many), "tokens/step")
     report.row("compute.per_token", slope, "s")
     report.row("compute.fixed", few_s - slope * few, "s")

@@ -7,9 +7,10 @@
 A size is the number of parameters in a block, which is updated in one call. All sides use the same memory and alternate
 in one process. A ceiling is a loop that reads and writes the same arrays but computes almost nothing.
 
-Claims: the kernel reaches 0.95 of the ceiling for the same arrays, and the rate of DeepSpeedCPUAdam in fp32. With bf16
-gradient, scale, fp32 master and bf16 weight in its single pass, it updates 1.4 times the parameters of the chain that a
-trainer with a GPU runs on its host. With the norm, it updates 5 times the parameters of the chain on the host alone.
+Claims: the kernel reaches 0.95 of the ceiling for the same arrays, and the rate of DeepSpeedCPUAdam in fp32. In a
+single pass, it reads bf16 gradients, scales them, and updates fp32 masters and bf16 weights. This is 1.4 times as fast
+as the chain of operations that a trainer with a GPU runs on its host. Including the gradient norm, our kernels are 5
+times as fast as the chain of a trainer without a GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, default_num_threads
 
 MILLION = 1 << 20
-#: Minimum number of parameters per sample, block after block, so that small blocks also come from memory, as in a step,
-#: instead of from a cache that the previous sample filled.
+#: Minimum number of parameters per sample, which updates several small blocks. Small blocks are then read from memory,
+#: as in a step, and not from a cache that the previous sample filled.
 SAMPLE_PARAMETERS = 32 * MILLION
 QUICK_SAMPLE_PARAMETERS = 8 * MILLION
 TARGET_CEILING, TARGET_DEEPSPEED, TARGET_GPU_CHAIN, TARGET_HOST_CHAIN = 0.95, 1.0, 1.4, 5.0
@@ -100,7 +101,10 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
 
 
 def print_bits(report: Report) -> None:
-    """Print whether all master formats give the same bits however blocks are split. Only then are rates comparable."""
+    """Print whether fp32 and split masters are bit-identical after an update with different numbers of threads.
+
+    Their rates are comparable only if they are.
+    """
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)
     start, grad = torch.randn(size, generator=generator), torch.randn(size, generator=generator).bfloat16()
@@ -156,10 +160,10 @@ def print_ratio(
 
 
 def measure(sides: Sequence[Side], num_rounds: int) -> Samples:
-    """Return the seconds of one update of all blocks, by side and round. The sides alternate.
+    """Time updates of all blocks, alternating between the sides. Return the seconds per update, by side and round.
 
-    Before each sample, the same work runs unmeasured, so that no side uses caches that another side filled. A ceiling
-    then runs an even number of times, which leaves the memory unchanged.
+    Before each sample, the same work runs unmeasured, so that no side uses caches that another side filled. Each
+    ceiling therefore runs an even number of times, which leaves the memory unchanged.
     """
     samples: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(1 + num_rounds):

@@ -5,9 +5,9 @@
     python bench/overlap.py --tokens 2x2x256 --ram 400MiB
 
 Overlapped: with clipping, a layer is updated just before its next forward, while the drive moves the state of later
-layers. Without clipping and without a norm check, it is updated right after its backward. Serial: the same
-engine runs all updates of a step right after its backward. No copy that was fetched for an update can then wait for a
-forward, so the serial side also reads more. The rows show by how much. The two modes alternate in one process, on the
+layers. Without clipping and without a norm check, a layer is updated right after its backward. Serial: the same engine
+runs all updates of a step at the end of the step. Copies that were fetched for updates then cannot stay for the next
+forward, so the serial side also reads more. The rows show how much more. The two modes alternate in one process, on the
 same micro-batches.
 
 Gradients are clipped never, always (tiny limit) or sometimes (limit at the median norm), with everything in RAM and
@@ -164,7 +164,7 @@ class Bench:
         return outcomes[OVERLAPPED]
 
     def _ram_tier(self) -> str:
-        """Return the size of the RAM tier of all sides on NVMe, by default twice the largest minimum."""
+        """Return the size of the RAM tier for all sides on NVMe. By default, it is twice the largest minimum."""
         if self._arguments.ram is not None:
             return str(self._arguments.ram)
         needs = [1]

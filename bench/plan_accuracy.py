@@ -4,11 +4,13 @@
     python bench/plan_accuracy.py --quick                 # a minute: three small models
     python bench/plan_accuracy.py --only mixtral,gpt2_lion
 
-Each case is a model shape and placement, with random weights. `plan --measure --json` predicts its run in one process.
-Then `run --json` trains it in another process, which does not know the measured times. Some cases repeat this with
-different sizes (`--set`). Claim: predicted / measured is within 0.85 to 1.15, and every planned byte is a moved
-byte. Rows "by_rates" come from a plan that times no steps. It divides the work that the trace counted by the rates that
-``doctor --quick`` measured just before (with ``--quick``: before the first case).
+Each case is a model shape and placement, with random weights. `plan --measure --json` predicts the case's run in one
+process. Then `run --json` trains the model in another process, which does not know the measured times. Some cases
+repeat this with changed settings (`--set`). Claims: predicted / measured is within 0.85 to 1.15, and the moved bytes
+equal the planned bytes.
+
+Rows "by_rates" come from a plan that times no steps. This plan divides the work that the trace counted by the rates
+that ``doctor --quick`` measured just before (with ``--quick``: before the first case).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurements of a run: seconds per step after the warm-up, bytes over all steps by link, and peaks by tier."""
+    """Measurements of a run: seconds per step after the warm-up, moved bytes by link, and peaks by tier."""
 
     steps_s: Sequence[float]
     moved_bytes: Mapping[str, int]
@@ -116,7 +118,7 @@ class Comparison:
         self.by_rates: float | None = None  # None if the plan lacks a rate for some of the work
 
     def run(self) -> list[float]:
-        """Plan and run the case. Return the ratio predicted / measured for it, and for its changed version, if any."""
+        """Plan and run the case, and its changed version if there is one. Return predicted / measured for each run."""
         sets = [word for one in self._overrides for word in ("--set", one)]
         if self._runs_doctor:
             command("doctor", "--quick", "--json", "--config", self._config)
@@ -180,7 +182,7 @@ class Comparison:
         capacities: Mapping[str, int],
         real: Measurement,
     ) -> None:
-        """Print whether moved bytes and the tiers' peaks equal the plan. Prefetched copies may make peaks higher."""
+        """Print whether moved bytes and tiers' peaks equal the plan. Prefetched copies may make the RAM peak higher."""
         row, has_copies = self._report.row, len(peaks) > 1  # with several tiers, blocks have copies outside their home
         for link, nbytes in moved.items():
             found = real.moved_bytes[link]

@@ -4,10 +4,10 @@
     python bench/process_memory.py --quick                       # a minute: a small model
     python bench/process_memory.py --only narrow.ram.16384
 
-`plan --json` predicts in a separate process, as a user runs it to set a container's limit. Then `run` trains in another
-process, and the kernel reports its peak resident memory. Cases are models of two shapes, in RAM and on a drive, and
-adapters, with rows of 1,024 to 65,536 tokens. Attention is narrow, so that long rows end in minutes. Claim:
-planned / measured is within 0.95 to 1.05.
+`plan --json` predicts the memory in a separate process, as for a user who sets a container's limit. Then `run` trains
+in another process, and the kernel reports its peak resident memory. Cases are models of two shapes, in RAM and on a
+drive, and adapters, with rows of 1,024 to 65,536 tokens. Attention is narrow, so that steps with long rows take only
+minutes. Claim: planned / measured is within 0.95 to 1.05.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bench.common import QUICKSTART, ROOT, Report
 TOLERANCE = 0.05
 QUICK_CASES = ("narrow.ram.1024", "narrow.drive.1024")
 LORA = "\n[lora]\nr = 8\n"
-#: The child reports its own peak, because the peak that a parent reads for it includes the parent's.
+#: The child process reports its own peak, because the child's peak as read by the parent includes the parent's peak.
 PROGRAM = """
 import atexit, sys
 from bench.common import high_water_bytes
@@ -46,12 +46,12 @@ main()
 
 
 def narrow(num_tokens: int) -> dict[str, Any]:
-    """Return the config values of a model of 0.2 M parameters, whose memory depends almost only on its rows."""
+    """Return the config values of a 0.2 M parameter model. A run's memory depends almost only on the row length."""
     return _with_positions(llama(64, 2, 1024), num_tokens)
 
 
 def wide(num_tokens: int) -> dict[str, Any]:
-    """Return the config values of a model of 7 M parameters, whose large vocabulary causes large logits."""
+    """Return the config values of a 7 M parameter model with a large vocabulary, so its logits take a lot of memory."""
     return _with_positions(llama(256, 3, 8192), num_tokens)
 
 

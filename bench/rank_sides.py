@@ -64,8 +64,8 @@ def run_world(
     """Run a few steps on all ranks, and return each rank's measurements.
 
     Args:
-        folder: Folder of the file through which the ranks meet.
-        config: Config of the run. Every rank gets separate folders in it.
+        folder: Folder for the file that the ranks use for their rendezvous.
+        config: Config of the run. Each rank uses separate folders within the configured folders.
         num_hosts: Number of simulated hosts.
         per_host: Number of ranks per host.
         num_warm: Number of warm-up steps.

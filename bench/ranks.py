@@ -5,14 +5,14 @@
     python bench/ranks.py --parts steps --worlds 1x2,2x1
     python bench/ranks.py --parts plans --plans 70B:32768,65536
 
-`steps`: worlds of hosts x ranks (on this machine, with gloo, one thread each) run the same steps as one process. All
-state is in RAM, or all is on a drive. Claims: every rank moves exactly the planned bytes over every link, including
-links between ranks and hosts. Losses and norms are bit-identical to one process. The CPU time of all ranks together is
-at most 1.15 times the CPU time of one process with the same tokens.
+`steps`: worlds of hosts x ranks run the same steps as one process. All ranks are on this machine, with gloo and one
+thread each. State is either all in RAM or all on a drive. Claims: every rank moves exactly the planned bytes over every
+link, including links between ranks and hosts. Losses and norms are bit-identical to one process. The CPU time of all
+ranks together is at most 1.15 times the CPU time of one process with the same tokens.
 
-`plans`: steps of large models on absent machines, planned like `plan --processes N --hosts H --machine NAME`, and
-simulated by the planner at the rates of the machine file. These rows are not measured. Claim: with 70 B parameters on 8
-GPUs of one host, each GPU reaches 0.9 of a single GPU's speed, at equal tokens per GPU from 16,384 on.
+`plans`: the planner plans steps of large models for other machines, like `plan --processes N --hosts H --machine NAME`,
+and simulates them with the rates in the machine file. These rows are not measured. Claim: with 70 B parameters on 8
+GPUs of one host, each GPU reaches 0.9 of a single GPU's speed, if each GPU has at least 16,384 tokens per step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MACHINE = "8xh100-2tb"
 PARTS = ("steps", "plans")
 PLACEMENTS = ("ram", "nvme")
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}
-#: Number of lanes. It is the same for each world, so that they all compute the same sums.
+#: Number of lanes. It is the same in every world, so that all worlds compute the same sums.
 LANES = 4
 TARGET_CPU, TARGET_EFFICIENCY, FROM_TOKENS = 1.15, 0.9, 16_384
 LENGTH = 4096
@@ -61,14 +61,14 @@ LENGTH = 4096
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model whose steps on absent hosts are planned and simulated.
+    """Model whose steps are planned and simulated for hosts that need not be available.
 
     Attributes:
         model: Folder in examples/models.
         num_hosts: Number of hosts.
         per_host: Number of ranks per host.
         tokens_per_gpu: Tokens per step and GPU. Each value gets one plan.
-        is_compared: Whether to compare the speed with a single GPU's.
+        is_compared: Whether to compare the speed per GPU with the speed of a single GPU.
     """
 
     model: str
@@ -151,7 +151,7 @@ class Steps:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
 
     def run(self) -> None:
-        """Run the steps in one world after the other, and print their rows."""
+        """Run the steps in all worlds, one after the other, and print the rows."""
         load = round(os.getloadavg()[0], 2)
         for placement in self._arguments.placements.split(","):
             alone = self._world(placement, 1, 1)
@@ -232,7 +232,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
 
     Args:
         scratch: Folder for the small models.
-        chosen: Suffix of the model's name, and tokens per GPU (all if empty), to plan only these; None for all models.
+        chosen: Suffix of the names of the models to plan, and tokens per GPU (empty for all). None plans all models.
         quick: Whether to use small models.
     """
     if not quick:
@@ -247,7 +247,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
 
 
 class Plans:
-    """Plans for one model with several numbers of tokens, and their rows."""
+    """Plans one model with several numbers of tokens per GPU, and prints the rows."""
 
     def __init__(self, planned: PlannedModel, folder: Path, report: Report) -> None:
         self._planned, self._folder, self._report = planned, folder, report
@@ -256,7 +256,7 @@ class Plans:
         self._prefix = f"{Path(planned.model).name}.{planned.num_hosts}x{planned.per_host}"
 
     def run(self) -> None:
-        """Plan and replay the cases, and print their rows."""
+        """Plan and simulate a step for each number of tokens, and print the rows."""
         planned = self._planned
         for tokens in planned.tokens_per_gpu:
             name = f"{self._prefix}.{tokens}"

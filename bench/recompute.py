@@ -5,21 +5,21 @@
     python bench/recompute.py --tokens 2x2x512 --layers 6
     python bench/recompute.py --model examples/quickstart/smollm2-135m
 
-Sides, each with every block in RAM unless stated otherwise:
+These are the sides. All blocks are in RAM unless stated otherwise.
 
 * ``whole``: every layer is recomputed, including products that no gradient needs, as before decision 0080;
-* ``full``: without those products;
+* ``full``: every layer is recomputed, without those products;
 * ``selective``: results of products and attention are saved;
 * ``nvme``: as ``selective``, with inputs and results on a drive, and a RAM tier a quarter above the minimum;
-* ``none``: graphs are kept;
+* ``none``: the graphs of all layers are kept, so that nothing is recomputed;
 * ``streamed``: as ``full``, with the optimizer's state on a drive, and extra RAM for half of the results;
-* ``filled``: the same in the same RAM, but the plan decides which layers save results, by the rates that `doctor`
-  measured on this machine. Without rates it is as ``streamed``;
-* ``checkpointed``, ``plain``: PyTorch with its own checkpointing of layers, and without.
+* ``filled``: as ``streamed`` with the same RAM, but the plan decides which layers save results, from the rates that
+  `doctor` measured on this machine. Without these rates, it is the same as ``streamed``;
+* ``checkpointed``, ``plain``: PyTorch with its own activation checkpointing, and without it.
 
 The sides alternate step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and
-final state of our sides are bit-identical. No side exceeds the planned memory, and moved bytes are planned bytes.
-``ratio.flops`` is the ratio of counted operations. Extra memory is what a plan needs beyond ``full``.
+final state of our sides are bit-identical. No side exceeds the planned memory, and moved bytes equal planned bytes.
+``ratio.flops`` is the ratio of counted FLOPs. Extra memory is the memory that a plan needs in addition to ``full``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WHOLE, FULL, SELECTIVE, NVME, NONE = "whole", "full", "selective", "nvme", "none
 STREAMED, FILLED = "streamed", "filled"
 OURS = (WHOLE, FULL, SELECTIVE, NVME, NONE, STREAMED, FILLED)
 PLAIN, CHECKPOINTED = "plain", "checkpointed"
-#: Targets for ratios of step seconds, from decisions 0080 and 0081.
+#: Maximum ratios of step times, from decisions 0080 and 0081.
 TARGETS = {
     (FULL, WHOLE): 0.96,
     (SELECTIVE, WHOLE): 0.90,
@@ -67,7 +67,7 @@ TARGETS = {
     (NONE, WHOLE): None,
     (FILLED, STREAMED): None,
 }
-MOST_EXTRA = 0.4  # fraction of the extra memory that kept graphs need
+MOST_EXTRA = 0.4  # for saved results, as a fraction of the extra memory for kept graphs
 LR = 1e-4
 TEXT = QUICKSTART / "loomings.txt"
 
@@ -168,7 +168,7 @@ class Bench:
         return with_tight_ram(lambda ram: config(placement=placement, tiers={"ram": {"size": ram}, "nvme": drives}))
 
     def _ram_for_half_bytes(self) -> int:
-        """Return the RAM for all blocks except the optimizer's state, and for half of the layers' results."""
+        """Return the bytes of RAM for all blocks except the optimizer's state, and for half of the layers' results."""
         full, selective = (plan_run(resolve(self._config(name))) for name in (FULL, SELECTIVE))
         state = full.placement.home_bytes["ram"]["optimizer"]
         return (full.totals["ram"] + selective.totals["ram"]) // 2 - state

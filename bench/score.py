@@ -6,8 +6,8 @@
 Both sides compute the log-probability of each token and of the 16 likeliest tokens, in the same micro-batches of one
 row. Our side streams the weights once per pass; the other side has them in memory. The sides alternate pass by pass.
 
-Claims: the scores are equal up to fp32 rounding, moved bytes are planned bytes, and the RAM tier is at most a tenth of
-the weights. The reported tokens per second depend on the machine and its drive.
+Claims: the scores are equal up to fp32 rounding, moved bytes equal planned bytes, and the RAM tier is at most a tenth
+of the weights. The reported tokens per second depend on the machine and its drive.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def config_of(folder: Path, shape: tuple[int, int, int], number: int, ram: str) -> RunConfig:
-    """Return a config for one pass over unpacked rows."""
+    """Write the text of one round, and return a config for one pass over its rows, without packing."""
     num_micro_batches, rows, length = shape
     text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
     own = folder / f"rows{number}.txt"
@@ -116,7 +116,7 @@ def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: i
 
 
 def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -> tuple[int, float, float]:
-    """Score with plain transformers. Return the number of tokens, the seconds, and the largest difference of scores."""
+    """Score with plain transformers. Return the number of tokens, the seconds, and the largest difference from ours."""
     order, collator = scorer.make_rows()
     num_tokens, seconds, difference = 0, 0.0, 0.0
     size = scorer.plan.run.batch.micro_batch_rows

@@ -1,4 +1,4 @@
-"""The two sides of `step.py`: a step of our engine with timed parts, and a step of plain PyTorch."""
+"""Sides that several benches compare: our engine with timed parts of a step, and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepTimes:
         loss: Loss before the update.
         grad_norm: Gradient norm before clipping.
         num_drops: Number of buffers freed to make space for buffers of other sizes, by tier.
-        usage: ``process_usage`` of the step.
+        usage: CPU seconds and page faults of the step, as in ``process_usage``.
     """
 
     total_s: float
@@ -71,13 +71,13 @@ def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
 
 
 def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, /, **tables: Any) -> RunConfig:
-    """Return the config of a side: micro-batches x rows x tokens of ``text``, fp32 on the CPU.
+    """Return the config of a run in fp32 on the CPU that trains on ``text``.
 
     Every layer is recomputed, as in the compared sides, unless ``training`` changes that.
 
     Args:
         model: Hugging Face folder with weights and tokenizer.
-        shape: Numbers of micro-batches, of rows per micro-batch, and of tokens per row.
+        shape: Number of micro-batches per step, rows per micro-batch, and tokens per row.
         folder: Writable folder.
         tables: Additional or replaced keys and tables of the config, e.g. ``tiers``.
     """
@@ -139,11 +139,12 @@ class Ours:
         config: Config of the run.
         num_steps: Number of steps to schedule.
         plan: Plan of the run, or None to plan it.
-        source: Function from the plan to the source of the weights. Default: the model's folder, or its initialization.
+        source: Function that returns the source of the weights for a plan. By default, weights come from the model's
+            folder or its initialization.
 
     Attributes:
-        start_s: Seconds of each part of the start: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all
-            threads), and ``fill``, the rest until weights and state are at home.
+        start_s: Seconds of each part of startup: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all
+            threads), and ``fill``, the remaining time until weights and state are at home.
         start_bytes: Bytes processed by ``populate``, ``pin`` and ``fill``.
     """
 
@@ -251,7 +252,7 @@ class Ours:
         return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
 
     def planned_bytes(self) -> dict[str, int]:
-        """Return the planned bytes of all steps, including the update after the last one."""
+        """Return the planned bytes of all steps, including the update after the last step."""
         return self.plan.placement.run_traffic_bytes(self._num_steps)
 
 
@@ -271,7 +272,7 @@ class Plain:
         )
         self._model.train()
         model = self._model
-        if checkpointing:  # transformers 5.23 renamed the method
+        if checkpointing:  # transformers 5.23 renamed the method that enables checkpointing
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         table = config.optimizer

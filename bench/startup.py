@@ -3,10 +3,10 @@
     python bench/startup.py --json
     git worktree add /tmp/old HEAD~50 && python bench/startup.py --old /tmp/old
 
-Each command runs in a new interpreter, on the quickstart's model and text. With `--old` the commands of another tree
-and of this tree alternate, round by round. The row `imports` is a process that only imports torch and the class of the
-model. `plan` and `check` need both, so their targets are above it. All values are medians of user plus system seconds,
-which depend less on the machine's load than elapsed time.
+Each command runs in a new interpreter, on the quickstart's model and text. With `--old`, the commands of another tree
+and of this tree alternate, round by round. The row `imports` is for a process that only imports torch and the model's
+class. `plan` and `check` need both imports, so their targets are added to this row. All values are medians of user plus
+system seconds, which depend less on the machine's load than elapsed time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def seconds(command: Sequence[str], folder: Path, tree: Path) -> float:
-    """Return the CPU seconds that a command takes with the code in a tree."""
+    """Run a command with the code of a tree, and return its CPU seconds."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each run would compile every module
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,11 +4,12 @@
     python bench/states.py --quick
 
 Each optimizer trains a small Llama from the same random weights on the same batches of a book's bytes. The optimizers
-are torch's AdamW, `TieredAdamW` with each `state_dtype`, and the other libraries if installed. All keep fp32 weights,
-so that only the moments differ.
+are torch's AdamW, `TieredAdamW` with each `state_dtype`, and those of the other libraries, if installed. All keep fp32
+weights, so that only the moments differ.
 
-Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW. With int8 moments, the distance to
-the weights of fp32 moments is at most 1.1 times the distance of the other 8-bit optimizers. No row depends on time.
+Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW. With int8 moments, the distance of
+the final weights from those of torch's AdamW is at most 1.1 times that of the other 8-bit optimizers. No row depends on
+time.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def print_results(report: Report, width: int, num_steps: int) -> None:
 
 
 def makers() -> dict[str, Make | None]:
-    """Return a constructor for each optimizer by name, or None for one that is not installed."""
+    """Return a constructor for each optimizer by name, or None for an optimizer that is not installed."""
 
     def ours(state_dtype: Any) -> Make:
         return lambda parameters: TieredAdamW(
@@ -111,7 +112,7 @@ def makers() -> dict[str, Make | None]:
 
 
 def train(width: int, num_steps: int, make: Make) -> tuple[list[float], Tensor]:
-    """Train a new model, and return the losses and all final weights."""
+    """Train a new model, and return the loss of each step and the final weights as one vector."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -6,9 +6,9 @@
 
 The sides alternate step by step in one process, on the same micro-batches, from the same weights, with the same
 threads. Plain PyTorch recomputes its layers in the backward (`plain`), or keeps all activations (`plain_keeps`). Our
-engine keeps the activations that fit. Claims: a step in RAM takes at most 1.10 times as long as `plain`. The placement
-changes no bit of the loss, and every link moves exactly the planned bytes. Each side's memory is measured in a separate
-process.
+engine keeps the activations that fit. Claims: a step in RAM takes at most 1.10 times as long as `plain`. Losses are
+bit-identical for both placements, and every link moves exactly the planned bytes. Each side's memory is measured in a
+separate process.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TARGET_USAGE = {"system": 1.0, "page_faults": 250_000}
 #: Model, tokens per step, and RAM tier of the case to which the limits above apply.
 USAGE_CASE = ("smollm2-135m", 512, "420MiB")
 UNITS_OF_USAGE = {"user": "s", "system": "s", "page_faults": "pages"}
-#: Maximum difference of losses, which drift apart because PyTorch adds in a different order.
+#: Maximum relative difference of our losses from PyTorch's. They drift apart, because the order of additions differs.
 LOSS_TOLERANCE = 1e-3
 RAM, NVME, PLAIN, PLAIN_KEEPS = "ours_ram", "ours_nvme", "plain", "plain_keeps"
 SIDES = (RAM, NVME, PLAIN, PLAIN_KEEPS)
-#: Number of steps when memory is measured. The second step starts with the optimizer state that the first created.
+#: Number of steps when memory is measured. The second step starts with the optimizer state that the first step created.
 MEMORY_STEPS = 2
 LR = 1e-4
 
@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
-    """Return the requested folder, otherwise SmolLM2-135M if it was downloaded, otherwise the tiny model."""
+    """Return the requested folder. By default, return SmolLM2-135M if it was downloaded, or else the tiny model."""
     if arguments.model is not None:
         return Path(arguments.model)
     fetched = QUICKSTART / "smollm2-135m"
@@ -98,7 +98,7 @@ def model_folder(arguments: argparse.Namespace) -> Path:
 
 
 def with_random_weights(model: Path, folder: Path) -> Path:
-    """Copy a folder without weights and add random ones, because all sides must start from the same weights."""
+    """Copy a model folder and add random weights, because all sides must start from the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ class Bench:
             self._print_memory({RAM: config, NVME: nvme_config, PLAIN: config, PLAIN_KEEPS: config})
 
     def _nvme_config(self) -> RunConfig:
-        """Return the config whose RAM tier is slightly larger than the largest working set."""
+        """Return the config for state on NVMe, with the requested RAM tier or one a quarter above the minimum."""
         ram = self._arguments.ram
         return with_tight_ram(self._config_with_ram) if ram is None else self._config_with_ram(ram)
 
@@ -227,7 +227,7 @@ class Bench:
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
 
     def _print_memory(self, configs: Mapping[str, RunConfig]) -> None:
-        """Print the memory of a process that runs one side's steps: at its peak, and before the model exists."""
+        """Print each side's peak memory in a separate process: before the model exists, and over all steps."""
         context = multiprocessing.get_context("spawn")
         for name, config in configs.items():
             with context.Pool(1) as pool:
@@ -237,7 +237,7 @@ class Bench:
 
 
 def memory_of(name: str, config: RunConfig) -> tuple[int, int]:
-    """Run one side's steps in this process. Return the process's memory before the steps, and its peak."""
+    """Run one side's steps in this process. Return the process's peak memory in bytes, before and after the steps."""
     torch.set_num_threads(default_num_threads())
     data = batches(config)
     before = high_water_bytes()

@@ -3,12 +3,14 @@
     python bench/step_bytes.py --json
     python bench/step_bytes.py --quick        # a minute, a small model
 
-Computing in bf16, with an fp32 master and AdamW. Three cases clip or hold gradients differently: clipped by the exact
-global norm and held in fp32 (the default) or in bf16, and neither clipped nor held. A fourth case is the last with the
-weights in RAM. RAM tiers: the minimum with everything at home on the drive, twice this size, and one that holds
-everything. Claim: with all on the drive, a step moves 14 bytes per parameter in and 12 out without clipping, 16 and 14
-with exact clipping of bf16 gradients, and 10 and 10 with weights in RAM. Moved bytes are planned bytes. The size of RAM
-changes no bit of the loss.
+All cases compute in bf16, with an fp32 master and AdamW. The first case clips gradients by the exact global norm and
+holds them in fp32 (the default). The second case holds them in bf16. The third case neither clips nor holds gradients.
+The fourth case is like the third, but with the weights in RAM. Each case runs with three sizes of the RAM tier: the
+minimum, twice the minimum, and enough for everything.
+
+Claims, with the minimum: a step reads 16 bytes per parameter from the drive and writes 14 in the second case, reads 14
+and writes 12 in the third, and reads 10 and writes 10 in the fourth. Moved bytes equal planned bytes. Losses are
+bit-identical for all sizes of RAM.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from megatrain.training.resolve import resolve
 
 LR = 1e-4
 KINDS = ("weights", "gradients", "optimizer", "activations")
-#: Tolerance, because activations and gathered embedding rows also move, in addition to bytes per parameter.
+#: Relative tolerance of the targets. It is needed because activations and gathered embedding rows also move.
 TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Case:
-    """Precision, clipping and placement to measure, with a target in bytes per parameter (in, out)."""
+    """Precision, clipping and placement to measure. ``target`` is the bytes per parameter that are read and written."""
 
     name: str
     target: tuple[float, float] | None = None
@@ -102,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_config(
     model: Path, shape: tuple[int, int, int], scratch: Path, case: Case, ram: str, *, is_placed: bool
 ) -> RunConfig:
-    """Return the config of a case with a RAM tier. ``is_placed`` puts all kinds but `in_ram` on the drive."""
+    """Return a case's config with the RAM size ``ram``. With ``is_placed``, all kinds but `in_ram` are on the drive."""
     return run_config(
         model,
         QUICKSTART / "loomings.txt",
@@ -116,7 +118,7 @@ def make_config(
 
 
 def configs(case: Case, make: Any) -> Iterator[tuple[str, RunConfig]]:
-    """Yield the configs of a case, by the size of the RAM tier."""
+    """Yield the config of a case for each size of the RAM tier, together with the size's name."""
     least = 1 << 20
     try:
         plan_run(resolve(make(case, f"{least}B", is_placed=True)))

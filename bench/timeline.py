@@ -72,7 +72,7 @@ class Traced(Ours):
     """Our engine, with a timeline that records its last step."""
 
     def trace_last(self, turns: Sequence[Any], path: Path) -> float:
-        """Run steps, write the timeline of the last step, and return its seconds."""
+        """Run steps, write the timeline of the last step, and return the seconds of that step."""
         timeline = self._run.timeline
         for turn in turns[:-1]:
             self.step(turn, LR)
@@ -120,7 +120,7 @@ def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report:
 
 
 def busy_s(bars: Iterable[Bar]) -> float:
-    """Return for how many seconds at least one of these bars is in progress."""
+    """Return the seconds during which at least one of the bars is in progress."""
     total, reached = 0.0, 0.0
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         total += max(0.0, bar.end_s - max(bar.start_s, reached))

@@ -1,4 +1,4 @@
-"""The sides of `optimizer.py`: functions without arguments that update all parameters, all in the same memory."""
+"""The sides of `optimizer.py`: functions without arguments that update all parameters. All sides share their memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain.optim.clip import squared_norm
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.threads import KernelThreads, cut
 
-#: Bytes per parameter in a whole `Block`, and in the largest temporary (for the norm in fp64, and foreach).
+#: Bytes per parameter in a `Block`, and in the largest temporary tensors (for the fp64 norm, and for foreach).
 MEMORY_BYTES, TEMPORARY_BYTES = 24, 12
 LR, WEIGHT_DECAY, EPS, CLIP, BETAS = 1e-6, 0.1, 1e-8, 0.5, (0.9, 0.95)
 COLUMNS = 1024
@@ -32,8 +32,8 @@ class Side:
 
     Attributes:
         name: Dotted name in the printed rows.
-        bytes_per_parameter: Bytes per parameter to read and write each array once.
-        ceiling: Name of the side that reads and writes the same arrays.
+        bytes_per_parameter: Bytes per parameter that a single pass over the arrays reads and writes.
+        ceiling: Name of the ceiling that reads and writes the same arrays, or "".
         call: Function that updates all parameters once.
     """
 
@@ -90,7 +90,7 @@ _LOOP = {"nogil": True, "cache": False, "fastmath": False, "error_model": "numpy
 
 @njit(**_LOOP)  # type: ignore[untyped-decorator]
 def _ceiling_whole(weight: Any, m: Any, v: Any, grad: Any) -> None:
-    """Read four arrays and write three. Two calls restore the memory."""
+    """Read four arrays and write three. A second call restores the memory."""
     for i in range(grad.size):
         mask = np.uint32(grad[i])
         new_weight, new_m, new_v = weight[i] ^ mask, m[i] ^ mask, v[i] ^ mask
@@ -99,7 +99,7 @@ def _ceiling_whole(weight: Any, m: Any, v: Any, grad: Any) -> None:
 
 @njit(**_LOOP)  # type: ignore[untyped-decorator]
 def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
-    """Read five arrays and write four. Two calls restore the memory."""
+    """Read five arrays and write four. A second call restores the memory."""
     for i in range(grad.size):
         mask = np.uint32(grad[i])
         new_high, new_low = high[i] ^ np.uint16(1), low[i] ^ np.uint16(1)
@@ -108,7 +108,7 @@ def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
 
 
 def ceilings(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield a loop that only moves data, for each memory layout of the AdamW kernel and with its threads."""
+    """Yield a loop for each memory layout of the AdamW kernel. It only moves data, with the kernel's threads."""
     for name, kernel, arrays in (
         ("fp32", _ceiling_whole, ("weight", "m", "v")),
         ("split", _ceiling_split, ("high", "low", "m", "v")),
@@ -124,7 +124,7 @@ def _run_cut(kernel: Callable[..., None], flats: list[np.ndarray[Any, Any]], thr
 
 
 def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield our optimizers: AdamW in every format with and without the norm, and all others on split masters."""
+    """Yield our optimizers: AdamW in every format, once also with the norm, and the others on split masters."""
     adamw = AdamW(*BETAS, EPS, threads=threads)
     for name in ("fp32", "split"):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):
@@ -157,7 +157,7 @@ def _update(optimizer: Optimizer, block: Block, master: str, grad: str) -> Calla
 
 
 def torch_adamw(blocks: Sequence[Block], kind: str) -> torch.optim.AdamW:
-    """Return torch's AdamW on our memory. `kind` is "fused" or "foreach"."""
+    """Return torch's AdamW for the tensors of our blocks. `kind` is "fused" or "foreach"."""
     parameters = [_parameter(block.weight, block.grad) for block in blocks]
     made = torch.optim.AdamW(parameters, LR, BETAS, EPS, WEIGHT_DECAY, **{kind: True})  # type: ignore[arg-type]
     for parameter, block in zip(parameters, blocks, strict=True):
@@ -172,7 +172,7 @@ def _parameter(weight: Tensor, grad: Tensor) -> torch.nn.Parameter:
 
 
 def peers(blocks: Sequence[Block]) -> Iterator[Side]:
-    """Yield torch's and DeepSpeed's AdamW. torch.set_num_threads sets the threads of both."""
+    """Yield torch's and DeepSpeed's AdamW. ``torch.set_num_threads`` sets the number of threads for both."""
     yield Side("torch.fused.fp32", 28, torch_adamw(blocks, "fused").step)
     yield Side("torch.foreach.fp32", 28, torch_adamw(blocks, "foreach").step)
     for name, weight, grad, nbytes in (("fp32", "weight", "grad", 28), ("bf16", "high", "grad16", 22)):
@@ -182,7 +182,7 @@ def peers(blocks: Sequence[Block]) -> Iterator[Side]:
 
 
 def _deepspeed(blocks: Sequence[Block], weight: str, grad: str) -> Callable[[], object] | None:
-    """Return the step of DeepSpeedCPUAdam, or None if it is not installed."""
+    """Return the step function of DeepSpeedCPUAdam, or None if DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
@@ -195,10 +195,11 @@ def _deepspeed(blocks: Sequence[Block], weight: str, grad: str) -> Callable[[], 
 
 
 def chains(blocks: Sequence[Block]) -> Iterator[Side]:
-    """Yield the update chains of trainers, in plain torch. Their bytes count a single pass over the arrays.
+    """Yield the chains of update operations that trainers run, in plain torch.
 
-    GPU-assisted chain: the norm and the upcast run on the GPU; the host scales, updates and rounds to bf16. Host chain:
-    the bf16 gradient is also copied to an accumulator and upcast, and its norm is computed in fp64, as in ZeRO-3.
+    For the GPU-assisted chain, the norm and the upcast run on the GPU and are not measured. The host scales, updates
+    and rounds to bf16. In the host chain, the host also copies the bf16 gradient to an accumulator, upcasts it, and
+    computes its norm in fp64, as in ZeRO-3. The bytes per parameter count a single pass over the arrays.
     """
     adam = torch_adamw(blocks, "fused")
 

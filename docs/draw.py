@@ -1,7 +1,7 @@
-"""Draws the pictures of the pages from text: every ``docs/pictures/NAME.txt`` becomes ``NAME.svg``.
+"""Draws the diagrams in the documentation from text: every ``docs/pictures/NAME.txt`` becomes ``NAME.svg``.
 
 ``-`` and ``|`` with corners ``+`` become lines, and ``>``, ``<``, ``v`` and ``^`` at their ends become arrowheads. All
-other characters are text. The first line of a source is its title, after ``# ``. Run ``python docs/draw.py``.
+other characters are text. The first line of a file is ``# `` and the title. Run ``python docs/draw.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARROWS = {
 
 
 def picture_of(text: str, title: str) -> str:
-    """Return a drawing as SVG."""
+    """Convert a drawing from text to SVG."""
     rows = text.rstrip("\n").split("\n")
     columns = max(map(len, rows))
 
@@ -87,7 +87,7 @@ def picture_of(text: str, title: str) -> str:
 
 
 def main() -> None:
-    """Rewrite all pictures."""
+    """Write the SVG file of every drawing."""
     for source in sorted(PICTURES.glob("*.txt")):
         first, _, rest = source.read_text(encoding="utf-8").partition("\n")
         if first.startswith("# "):

@@ -53,7 +53,7 @@ def _cell(text: str) -> str:
 
 
 def update_page(page: str, tool: str) -> str:
-    """Return a page with its tables replaced by the current ones."""
+    """Return a page in which the text between the markers is replaced by the current tables."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table_of(tool)}\n{END}{after}"

@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Replace the repository links of a page with site links."""
     source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
     if page.file.src_uri not in _pages(config["nav"]) and source not in SEARCHED:
-        page.meta["search"] = {"exclude": True}  # without this, records hide the guides in search results
+        page.meta["search"] = {"exclude": True}  # otherwise, decisions and results hide guides in searches
 
     def rewrite(link: str) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -70,7 +70,7 @@ def _pages(entries: Any) -> set[str]:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Embed the rows for the selector of a page as a script element, because file:// pages cannot request files."""
+    """Embed the rows of a page's selector as a script element, because file:// pages cannot request files."""
     rows = ROOT / _source(page.file.src_uri).replace(".md", ".json")
     if not rows.is_file():
         return html

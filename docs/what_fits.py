@@ -1,4 +1,4 @@
-"""Writes docs/what_fits.md with its JSON, and docs/what_fits_tables.md. Takes an hour on two cores.
+"""Writes docs/what_fits.md with its JSON file, and docs/what_fits_tables.md. This takes an hour on two cores.
 
     python docs/what_fits.py                      write all rows
     python docs/what_fits.py --only SmolLM3-3B    print the rows of some models
@@ -63,7 +63,7 @@ MACHINES = (
     "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
     "cpu-server-512gb", "gh200", "h100-512gb", "h200-1.5tb", "8xh100-2tb",
 )  # fmt: skip
-#: Models whose experts can be split. If a layer does not fit on a machine, the model is planned again with split experts.
+#: Models whose experts can be split. If a layer does not fit, the model is planned again with split experts.
 MIXTURES = (
     "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "gpt-oss-120b", "Qwen3-235B-A22B",
     "GLM-5", "Kimi-K2",
@@ -111,7 +111,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One model on one machine.
+    """Planned figures of one model on one machine.
 
     Attributes:
         missing: Tier that is too small, with needed and available bytes; "" if the model fits.
@@ -121,7 +121,7 @@ class Row:
         crossing_tokens: Tokens per step above which compute limits the step (T*).
         written_bytes: Bytes written to drives per step.
         endurance_bytes: Endurance of all drives together; 0 if unknown.
-        is_split: Whether experts are in parts.
+        is_split: Whether experts are split into parts.
         flops_ratio: Computed FLOPs per model FLOP. Recompute makes it larger than 1.
         products_share: Fraction of the step that matrix products take at the assumed rate.
     """
@@ -147,7 +147,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted throughput."""
+        """Predicted throughput, or 0 if the model does not fit."""
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
@@ -201,7 +201,7 @@ train_batch_tokens = {case.tokens}
 
 
 def planned(case: Case, machine: PlannedMachine, *, more: str = "", like: Plan | None = None) -> Plan:
-    """Return the plan of a model on a machine, with automatic sizes.
+    """Return the plan of a model on a machine, with automatic sizes of the tiers.
 
     Raises:
         DoesNotFitError: The model does not fit.
@@ -220,7 +220,7 @@ def traced(case: Case) -> Plan:
 
 
 def trace_of(case: Case) -> Case:
-    """Return the case of one micro-batch whose trace this case reuses. The trace does not depend on the machine."""
+    """Return the case with one micro-batch whose trace ``case`` can reuse. A trace does not depend on the machine."""
     batch = BatchSpec(
         case.tokens // case.length, case.length, None, False, "layer", target_tokens=MICRO_BATCH_TOKENS["cuda"]
     )
@@ -250,7 +250,7 @@ class Rows:
 
 
 def row_of(case: Case) -> Row:
-    """Plan one model on one machine."""
+    """Plan one model on one machine, and return the row."""
     machine = find_machine(case.machine)
     try:
         plan = planned(case, machine, like=traced(trace_of(case)))
@@ -320,13 +320,13 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure of another system, with the settings of the prediction next to it.
+    """Published throughput of another system, with the settings of our prediction for the same line.
 
     Attributes:
-        machine: Name, or file in docs/published_machines.
+        machine: Name of a machine profile, or of a file in docs/published_machines.
         tokens: Tokens per step.
         tokens_per_s: Published throughput.
-        why: Reasons for the difference between the figure and the prediction.
+        why: Reasons for the difference between the published throughput and the prediction.
         own_tokens: Tokens per predicted step, or 0 for the same number as `tokens`.
         grad_dtype: Gradient dtype of the prediction.
     """
@@ -392,7 +392,7 @@ PUBLISHED = (
 
 
 def published_row(published: Published, rows: Rows) -> str:
-    """Return a line of the table of published figures."""
+    """Return one line of the table that compares published figures with predictions."""
     row = rows.of(published.case)
     ours = f"does not fit: {row.missing}" if row.missing else _rounded(row.tokens_per_s)
     ratio = "-" if row.missing else f"{row.tokens_per_s / published.tokens_per_s:.2f}"
@@ -483,7 +483,7 @@ tokens leaves more memory for results.
 
 
 def assumed_rates(file: MachineFile) -> str:
-    """Return the line with the keys of a machine's estimated rates, or "" if it has no estimates."""
+    """Return the line that lists the keys of a machine's estimated rates, or "" if no rate is an estimate."""
     rates = [place for place, figure in file.figures() if isinstance(figure, Bandwidth | Flops | UpdateRate)]
     assumed = [f"`{place}`" for place, figure in file.figures() if place in rates and figure.estimate]
     return f"Assumed, {len(assumed)} of {len(rates)} rates: {', '.join(assumed)}.\n\n" if assumed else ""
@@ -499,7 +499,7 @@ def cases_of(model: str, name: str, rows: Rows, task: str = "all", *, known_only
 
 
 def shown_of(models: Sequence[str], machines: Sequence[str], rows: Rows, task: str, *, known_only: bool) -> list[str]:
-    """Return the models whose rows of a task are shown."""
+    """Return the models to show for a task. With ``known_only``, these are the models with rows for all machines."""
     return [
         model for model in models if not known_only or all(Case(model, name, task=task) in rows for name in machines)
     ]
@@ -508,7 +508,7 @@ def shown_of(models: Sequence[str], machines: Sequence[str], rows: Rows, task: s
 def found_rows(
     models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool
 ) -> dict[tuple[str, str, str], list[Row]]:
-    """Return the rows by (task, model, machine). If any row of a key fits, its last row fits."""
+    """Return the rows by (task, model, machine). If any of the rows for a key fits, the last one does."""
     found = {}
     for task in TASKS:
         for model in shown_of(models, machines, rows, task, known_only=known_only):
@@ -604,7 +604,7 @@ def tables_page(
     """Return the page with all rows.
 
     Args:
-        known_only: Omit unknown rows, and list them.
+        known_only: Whether to omit rows that are not planned yet, and list them on the page.
     """
     shown = shown_of(models, machines, rows, "all", known_only=known_only)
     beside = [each for each in PUBLISHED if not known_only or each.case in rows]
@@ -625,7 +625,7 @@ def tables_page(
 
 
 def older() -> str:
-    """Return the sentence about older rows."""
+    """Return the sentence about rows from an earlier planner."""
     return (
         "An earlier planner, which did not count the bytes of gradient sums and of stored logits, made the rows that train "
         f"all parameters of these models: {', '.join(OLDER)}."
@@ -643,7 +643,7 @@ def page(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str], ma
 
 
 def main() -> None:
-    """Write the page, or print the tables of some models."""
+    """Write the pages, or print the tables of some models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="MODEL", action="append", help="print only these models")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="store rows here, and reuse existing rows")

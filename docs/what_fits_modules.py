@@ -3,7 +3,7 @@
 ``plan`` traces only language models. For any module, ``megatrain.offload`` determines which parameters share a block.
 The bytes in a store and the minimum GPU memory and RAM are sums over blocks. The order in which ``offload`` and
 ``TieredAdamW`` register blocks determines their homes. The modules are on the meta device and use the defaults of
-diffusers' classes, which equal the published models. Needs diffusers and peft.
+diffusers' classes, which equal the published models. This program needs diffusers and peft.
 """
 
 # ruff: noqa: E501 - sentences of the page
@@ -30,7 +30,7 @@ from megatrain.machine.planned_machine import PlannedMachine, find_machine  # no
 from tiered.units import GiB  # noqa: E402
 
 MACHINES = ("laptop-32gb", "rtx4090-128gb", "rtx-pro-6000-256gb", "h200-1.5tb")
-#: Defaults of ``open_store``: shares of free RAM and of a free drive, and the number of kept checkpoints.
+#: Defaults of ``open_store``: shares of free RAM and of a drive's free space, and the number of kept checkpoints.
 RAM_SHARE, DRIVE_SHARE, KEPT = 0.95, 0.9, 2
 GRADIENT_BYTES = 4
 RANK = 16
@@ -71,7 +71,7 @@ class Needs:
     open_ram: int
 
     def on(self, ram_bytes: int, drive_bytes: int) -> tuple[int, int] | None:
-        """Return the bytes of homes in RAM, and on drives with checkpoints, or None if they do not fit."""
+        """Return the bytes of homes in RAM, and of homes and checkpoints on drives, or None if they do not fit."""
         in_ram = on_drive = 0
         for nbytes, is_durable in self.blocks:
             if in_ram + nbytes + self.open_ram <= ram_bytes:

@@ -1,14 +1,16 @@
-"""Steps of our engine and of DeepSpeed ZeRO-3 on the CPU, both with parameters and optimizer state on NVMe.
+"""Step times of our engine and of DeepSpeed ZeRO-3 on the CPU, both with parameters and optimizer state on NVMe.
 
     python bench/compare/deepspeed.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/deepspeed.py --quick
 
-Claim: with little computing per step (T = 128), our step takes half as long as DeepSpeed's if our RAM tier is a quarter
-above the minimum. It takes a third as long if our RAM tier is as large as DeepSpeed's buffers (`same_ram`). `gradients`
-is the first case with bf16 gradients between two visits. `unclipped` is the first case without clipping on both sides,
-so that our side holds no gradients. Each side runs in a separate process. The sides alternate, a few steps each, from
-the same weights, on the same tokens, with the same hyper-parameters, and their losses are compared. `--python` names
-the interpreter that has DeepSpeed; without it the bench reports that and ends.
+Claims, with little computing per step (T = 128): if our RAM tier is a quarter above the minimum, our step takes at most
+half as long as DeepSpeed's. If our RAM tier is as large as DeepSpeed's buffers (`same_ram`), our step takes at most a
+third as long. `gradients` differs from the first case only in that gradients are stored in bf16 between two visits.
+`unclipped` differs from it only in that neither side clips, so that our side need not hold gradients.
+
+Each side runs in a separate process. The sides alternate, a few steps each, from the same weights, on the same tokens,
+with the same hyper-parameters, and their losses are compared. `--python` is the interpreter that has DeepSpeed. If it
+cannot import DeepSpeed, the bench reports why and ends.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from bench.compare.worker import Job
 from bench.compare.zero3 import state_memory
 from megatrain.optim.threads import default_num_threads
 
-#: Minimum ratio of DeepSpeed's step time to our step time: with our smallest RAM tier, and with DeepSpeed's RAM.
+#: Minimum ratio of DeepSpeed's step time to ours: with our smallest RAM tier, and with one as large as its buffers.
 TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
-#: Maximum difference of losses: both sides compute in bf16, but add in different orders.
+#: Maximum relative difference between the losses of two sides. Both compute in bf16, but add in different orders.
 LOSS_TOLERANCE = 1e-2
 #: Consecutive steps per round. The first round is not measured, because DeepSpeed records the module order in it.
 STEPS_PER_ROUND = 2
@@ -50,7 +52,7 @@ OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
 THEIRS = ("deepspeed_pipelined", "deepspeed_plain")
 THEIRS_UNCLIPPED = ("deepspeed_pipelined_unclipped", "deepspeed_plain_unclipped")
 SIDES = (OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED, *THEIRS, *THEIRS_UNCLIPPED)
-#: DeepSpeed's sides, of which the fastest counts -> our sides to compare with it, with their targets.
+#: DeepSpeed's sides -> our sides and their target ratios. Our sides are compared with the fastest of DeepSpeed's sides.
 COMPARED: Mapping[tuple[str, ...], Mapping[str, float | None]] = {
     THEIRS: {OURS: TARGET_RATIO, OURS_GRADIENTS: TARGET_RATIO, OURS_SAME_RAM: TARGET_SAME_RAM, OURS_FP32: None},
     THEIRS_UNCLIPPED: {OURS_UNCLIPPED: TARGET_RATIO},
@@ -183,7 +185,7 @@ class Comparison:
         return SideProcess(python, asdict(job), self._scratch / f"{name}.log")
 
     def _take_turns(self, sides: Mapping[str, SideProcess]) -> Rounds:
-        """Return the measurements by side and round, including the warm-up. Each round begins with a different side."""
+        """Run all rounds, each beginning with a different side. Return each side's measurements, including warm-up."""
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for number in range(1 + self._num_rounds):
             names = list(rounds)
@@ -246,10 +248,10 @@ class Comparison:
             pairs = zip(measured[reference], measured[name], strict=True)
             apart = max(abs(ours["loss"] - its["loss"]) / abs(its["loss"]) for ours, its in pairs)
             row = f"loss.{reference}_relative_to.{name}"
-            if name in (OURS_FP32, OURS_GRADIENTS):  # a different precision: shows the cost of bf16, without a claim
+            if name in (OURS_FP32, OURS_GRADIENTS):  # the precision differs: report the effect without a claim
                 self._report.row(row, apart, "1")
                 continue
-            tolerance = 0.0 if name == OURS_SAME_RAM else LOSS_TOLERANCE  # placement changes no bit
+            tolerance = 0.0 if name == OURS_SAME_RAM else LOSS_TOLERANCE  # placement does not change the loss
             self._report.row(row, apart, "1", target=tolerance, ok=apart <= tolerance)
 
 

@@ -3,20 +3,21 @@
     python bench/compare/disk_offload.py --json --scratch /mnt/drive
     python bench/compare/disk_offload.py --quick
 
-Both sides run the same Llama with random fp32 weights from the same folder, on the same rows and prompts, alternately,
-each in a separate process. Our RAM tier is a quarter of the weights, or the least that works. accelerate's `max_memory`
-makes its process equally large at its peak (both are printed). Neither side has the model in the page cache. Our side
-bypasses the cache. For `accelerate`, the files are dropped from it before every forward (not timed), as if the model
-were larger than memory. For `accelerate_cached`, they are in the cache before its turn begins and stay there: that side
-has all RAM of the machine, like `ours_in_ram`.
+Both sides run the same Llama with random fp32 weights from the same folder, on the same rows and prompts. They
+alternate, each in a separate process. Our RAM tier is a quarter of the weights, or the minimum if that is larger.
+accelerate's `max_memory` is chosen so that both processes have about the same peak memory (both peaks are printed).
 
-A forward of accelerate has the same rows as our pass, so that both fetch the weights equally often. Seconds cover only
-forwards and passes, not opening the model.
+Our side bypasses the page cache. For `accelerate`, the model's files are dropped from the page cache before every
+forward (not timed), as if the model were larger than memory. For `accelerate_cached`, the files are in the page cache
+before its turn begins and stay there. That side can use all of the machine's RAM, like `ours_in_ram`.
 
-Claims: log-probabilities are equal within the rounding of fp32, and so are all greedy tokens. Our moved bytes are the
-planned bytes. Seconds, and the bytes that the kernel read for each process, are reported for both. Each round also
-measures plain reads of the model's file by four threads that bypass the cache. `ours.drive_share` is the time to read
-the same number of bytes at that rate, over our seconds.
+One forward of accelerate has as many rows as one of our passes, so that both sides fetch the weights equally often.
+Seconds cover only forwards and passes, not opening the model.
+
+Claims: log-probabilities are equal within fp32 rounding, and all greedy tokens are equal. Our side moves the planned
+number of bytes. Seconds, and the bytes that the kernel read for each process, are only reported. Each round also
+measures the rate at which four threads read the model's files without the page cache. `ours.drive_share` is the time to
+read our side's bytes at that rate, divided by our seconds.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
 #: Number of warm-up turns, in which a process's memory grows, and number of `max_memory` values to try.
 NUM_WARM_TURNS, NUM_TRIALS = 2, 3
-#: Number of threads that read to measure the drive's rate.
+#: Bytes per read and number of reading threads, to measure the drive's rate.
 PART_BYTES, NUM_READERS = 4 << 20, 4
 
-#: Measurements of each side, round after round.
+#: Measurements of each side, by round.
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -116,7 +117,7 @@ def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
     config = scoring_config(replace(job, ram_bytes=1 << 40), Path(job.folder) / "rows")
     plan = plan_scoring(config)
     wanted = num_passes * num_micro_batches * rows
-    size = 6 * wanted * length  # characters; too many at first, because a token has fewer
+    size = 6 * wanted * length  # characters; too many at first, because a token has fewer than 6
     while True:
         Path(job.text).write_text(text[:size], encoding="utf-8")
         order, collator = Scorer(config, plan=plan).make_rows()
@@ -130,7 +131,7 @@ def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
 
 
 def with_enough_ram(job: ForwardJob) -> ForwardJob:
-    """Return the job with a RAM tier that is large enough both for scoring and for continuations."""
+    """Return the job with a RAM tier that is large enough both for scoring and for generation."""
 
     def plan_scores(job: ForwardJob) -> None:
         plan_scoring(scoring_config(job, Path(job.folder)))
@@ -144,7 +145,7 @@ def with_enough_ram(job: ForwardJob) -> ForwardJob:
 
 
 def read_rate(model: Path) -> float:
-    """Return the bytes per second of reading a model's files without the page cache."""
+    """Read a model's files without the page cache, and return the rate in bytes per second."""
     parts = [
         (path, start) for path in model.glob("*.safetensors") for start in range(0, path.stat().st_size, PART_BYTES)
     ]
@@ -152,7 +153,7 @@ def read_rate(model: Path) -> float:
 
     def read(part: tuple[Path, int]) -> int:
         if not hasattr(memory, "bytes"):
-            memory.bytes = mmap.mmap(-1, PART_BYTES)  # O_DIRECT needs whole pages
+            memory.bytes = mmap.mmap(-1, PART_BYTES)  # O_DIRECT needs page-aligned memory
         path, start = part
         file = open_direct(path, os.O_RDONLY)
         try:
@@ -178,7 +179,7 @@ class Comparison:
         self._weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         for path in model.glob("*.safetensors"):
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # dirty pages would stay in memory
+                os.fsync(file.fileno())  # dirty pages cannot be dropped from the page cache
         text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
         prompts = tuple(text[2000 * number :][: 24 + 8 * number] for number in range(arguments.prompts))
         Path(scratch, OURS).mkdir()
@@ -204,7 +205,7 @@ class Comparison:
         }
 
     def run(self) -> None:
-        """Start both sides, alternate between them, and print the rows."""
+        """Start all sides, alternate between them, and print the rows."""
         row = self._report.row
         row("weights", self._weight_bytes, "bytes")
         row("rows", self._num_rows, "1")
@@ -244,12 +245,15 @@ class Comparison:
         return SideProcess(python, asdict(replace(job, folder=str(folder))), log, "forward_worker")
 
     def _take_all(self, side: SideProcess, name: str) -> int:
-        """Run each of a side's turns once as a warm-up, and return the side's peak resident bytes."""
+        """Run a side's turns ``NUM_WARM_TURNS`` times as a warm-up, and return the side's peak resident bytes."""
         turns = [turns[name] for turns in self._turns.values()] * NUM_WARM_TURNS
         return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
-        """Try several values of ``max_memory``, and return the accelerate side with the peak nearest to our peak."""
+        """Return the accelerate side, warmed up, and its job. The side's peak memory is as close to ours as possible.
+
+        With the option ``--max-memory``, use its value instead of trying several.
+        """
         job = replace(self._job, side=ACCELERATE)
         if self._max_memory:
             job = replace(job, ram_bytes=self._max_memory)

@@ -34,11 +34,11 @@ class ForwardJob:
         model: Hugging Face folder with weights.
         folder: Writable folder of the side.
         ram_bytes: Size of our RAM tier, or accelerate's ``max_memory`` for the CPU.
-        num_threads: Number of torch's threads.
+        num_threads: Number of torch threads.
         shape: Number of micro-batches in our pass, rows per micro-batch, and tokens per row.
         text: File that our side scores.
         rows: Safetensors file with token ids and labels of the same rows, which accelerate scores.
-        prompts, max_new_tokens: Prompts of one batch, and number of greedy tokens for each.
+        prompts, max_new_tokens: Prompts, all in one batch, and the maximum number of new greedy tokens for each.
     """
 
     side: str
@@ -75,7 +75,7 @@ class Outcome:
     Attributes:
         seconds: Duration of the passes in seconds, without opening the model.
         mean_log_prob, num_scored: Mean log-probability of the scored tokens, and their number.
-        tokens: New tokens of each prompt, up to the end of text.
+        tokens: New token ids for each prompt, up to the end-of-text token.
         planned_bytes, moved_bytes: Planned and actually moved bytes by link, for our side only.
     """
 
@@ -114,7 +114,7 @@ def main() -> None:
         for line in sys.stdin:
             turn = Turn(**json.loads(line))
             (read_into_cache if turn.keeps_cache else drop_cached)(Path(job.model))
-            gc.collect()  # our side opens a store per turn: free the old one, as at the end of a command
+            gc.collect()  # our side opens a store per turn: free the previous one, as the end of a command would
             reset_high_water()
             before = drive_bytes()["read_bytes"]
             outcome = side.take(turn)
@@ -151,7 +151,7 @@ class OursSide:
         return {"version": transformers.__version__}
 
     def take(self, turn: Turn) -> Outcome:
-        """Score the text or continue the prompts, depending on the job."""
+        """Score the text or continue the prompts, depending on the turn."""
         return self._score() if turn.task == "score" else self._generate()
 
     def _score(self) -> Outcome:
@@ -201,7 +201,7 @@ def scoring_config(job: ForwardJob, out: Path) -> Any:
 
 
 def generator(job: ForwardJob) -> Any:
-    """Return a generator for a job's prompts, all in one micro-batch like the other side."""
+    """Return a generator for a job's prompts. All prompts are in one micro-batch, as on the other side."""
     from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.prompts import GenerationSettings
 
@@ -211,7 +211,7 @@ def generator(job: ForwardJob) -> Any:
 
 
 class AccelerateSide:
-    """Side that uses transformers with a device map. Each forward reads the weights that exceed ``max_memory``."""
+    """Side that uses transformers with a device map. Each forward reads the weights beyond ``max_memory``."""
 
     def __init__(self, job: ForwardJob) -> None:
         import accelerate
@@ -270,7 +270,7 @@ class AccelerateSide:
             rows = {name: part[first : first + rows_per_forward] for name, part in batch.items()}
             labels = rows.pop("labels")[:, 1:]
             logits = self._model(**rows, use_cache=False).logits[:, :-1]
-            for scores, row in zip(logits, labels, strict=True):  # one row at a time, because log_softmax copies it
+            for scores, row in zip(logits, labels, strict=True):  # one row at a time, because log_softmax makes a copy
                 asked = row != IGNORED_LABEL
                 found = scores.log_softmax(-1)[asked].gather(1, row[asked].unsqueeze(1))
                 total += float(found.sum(dtype=torch.float64))
@@ -287,5 +287,5 @@ class AccelerateSide:
 
 
 def _to_end(tokens: Sequence[int], end: int) -> Sequence[int]:
-    """Return the tokens up to the end of text, without the padding that follows."""
+    """Return the tokens up to and including the end-of-text token, without the padding that follows."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens

@@ -25,7 +25,7 @@ from megatrain.training.resolve import resolve
 
 
 class OursSide:
-    """Steps of our engine."""
+    """Side that runs steps of our engine."""
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,4 +1,4 @@
-"""A side of a comparison in a separate process that takes steps on request."""
+"""A side of a comparison: a separate process that runs steps on request."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python bench/compare/ranks.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/ranks.py --quick
 
-Claim: our losses are bit-identical with one and with two processes. DeepSpeed's losses, and the seconds, CPU seconds
-and bytes of both sides, are only reported. All processes start from the same weights and use one thread. A step has the
+Claim: our losses are bit-identical with one and with two processes. DeepSpeed's losses are only reported, as are both
+sides' seconds, CPU seconds and bytes. All processes start from the same weights and use one thread. A step has the
 same tokens and hyper-parameters for any number of processes. The sides alternate, a few steps each. Together, our
 processes get 25% more RAM than the minimum. Each DeepSpeed process has its own buffers.
 """
@@ -97,7 +97,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
-    """Start a side's processes, which form a process group before they report that they are ready."""
+    """Start a side's processes, and yield them once they have formed a process group and are ready."""
     folder = scratch / f"{job.side}{job.size}"
     folder.mkdir()
     if job.side == "ours":
@@ -123,7 +123,7 @@ def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
 
 
 def _batch(job: Job) -> dict[str, int]:
-    """Return the ``[batch]`` table with which one process and two processes compute equal sums."""
+    """Return the ``[training]`` settings that make one process and two processes compute identical sums."""
     num_micro_batches, rows, _ = job.shape
     return {
         "per_device_train_batch_size": rows,
@@ -135,7 +135,7 @@ def _batch(job: Job) -> dict[str, int]:
 def _take_turns(
     worlds: Mapping[tuple[str, int], Sequence[SideProcess]], num_rounds: int, report: Report
 ) -> dict[tuple[str, int], Rounds]:
-    """Return the measurements of all rounds, including the warm-up, by side and number of processes."""
+    """Run all rounds. Return the measurements by side and number of processes, including the warm-up round."""
     rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {world: [] for world in worlds}
     for number in range(1 + num_rounds):
         names = list(rounds)
@@ -174,7 +174,7 @@ def _print_results(report: Report, name: str, rounds: Rounds) -> None:
 
 
 def _losses(rounds: Rounds) -> list[float]:
-    """Return the last loss of each round, over all ranks for our side and per rank for DeepSpeed."""
+    """Return the loss of each round's last step, averaged over the ranks."""
     return [statistics.fmean(rank["loss"] for rank in ranks) for ranks in rounds]
 
 

@@ -1,4 +1,4 @@
-"""Comparison with TRL on the same rows: trained tokens, and losses of equal steps."""
+"""Comparison with TRL on the same rows: which tokens are trained, and the loss of each step."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class _Recorder(RunObserver):
 
 
 def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:
-    """Print the trained tokens of both sides in the same rows, and the differences in loss and norm of equal steps.
+    """Print which tokens each side trains in the same rows, and how far the sides' losses and gradient norms differ.
 
     Args:
-        config: Config with the model, the data and the optimizer. Steps have two rows without packing.
+        config: Config with the model, the data and the optimizer. Both sides train two rows per step, without packing.
         python: Interpreter that has TRL.
         folder: Writable folder.
     """
@@ -82,7 +82,7 @@ def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Pat
 
 
 def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]:
-    """Write the first rows as prompts and completions, once as messages and once as rendered text."""
+    """Write the first ``count`` rows as prompts and completions: one file has messages, the other rendered text."""
     table, source = config.model, config.data.train[0]
     tokenizer = load_tokenizer(table.model_name_or_path, chat_template=table.chat_template)
     source = source.model_copy(update={"max_samples": count})
@@ -99,7 +99,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
 
 
 def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
-    """Return a config that trains two rows of a file per step, with the learning-rate decay of transformers."""
+    """Return a config that trains two rows of a file per step, with transformers' exclusions from weight decay."""
     values = config.model_dump()
     values["output_dir"], values["run_name"] = output_dir, output_dir.name
     values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}
@@ -151,7 +151,7 @@ def run_trl(python: str, config: RunConfig, chat: Path, text: Path, folder: Path
 
 
 def rows_of(micro_batches: Sequence[Any]) -> Iterator[dict[str, list[int]]]:
-    """Yield the ids and labels of each row, without padding."""
+    """Yield the token ids and labels of each row, without padding."""
     for batch in micro_batches:
         for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             keep = mask.bool()
@@ -169,7 +169,7 @@ def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
 
 
 def find_order(documents: Rows, trained: Rows) -> list[int]:
-    """Return the index of the document from which each trained row comes."""
+    """Return, for each trained row, the index of the document with the same token ids."""
     numbers = {tuple(row["ids"]): number for number, row in enumerate(documents)}
     return [numbers[tuple(row["ids"])] for row in trained]
 
@@ -191,7 +191,7 @@ def print_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours
 
 
 def print_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
-    """Print the number of differing rows and labels, and the tokens that only one side trains."""
+    """Print how many rows have different token ids, and which tokens only one side trains."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     only: dict[str, list[str]] = {"ours": [], "trl": []}
     num_other_ids = 0

@@ -1,6 +1,7 @@
 """TRL's side of `gsm8k.py`, run by the interpreter that has TRL: the tokens that SFTTrainer trains, and its steps.
 
-It imports no module of this project. Input: a job as JSON on the command line. Output: one JSON object on stdout.
+This program imports no module of this project. Input: a job as JSON on the command line. Output: a JSON object on
+stdout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Read the rows as conversations, then train on them as plain text."""
+    """Run the job from the command line, and print its result."""
     job = json.loads(sys.argv[1])
     with contextlib.redirect_stdout(sys.stderr):  # keep TRL's output apart from the answer
         answer = answer_job(job)
@@ -21,7 +22,11 @@ def main() -> None:
 
 
 def answer_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the libraries' versions, the trained rows of both files, and the loss and norm of each step."""
+    """Read the chat rows without training, and train on the text rows.
+
+    Returns:
+        TRL's version, the token ids and labels of both files' rows, and the loss and gradient norm of each step.
+    """
     import torch
     import trl
     from datasets import load_dataset
@@ -59,7 +64,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(batch: Any) -> list[dict[str, list[int]]]:
-    """Return ids and labels of each row without padding."""
+    """Return the token ids and labels of each row, without padding."""
     rows = []
     for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
         keep = mask.bool()

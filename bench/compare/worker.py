@@ -1,4 +1,4 @@
-"""One side of a comparison. It reads a number of steps from each line of standard input and runs that many."""
+"""One side of a comparison. It reads step counts from standard input, one per line, and runs that many steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: AdamW's values on both sides, and the maximum gradient norm if gradients are clipped.
+#: AdamW's hyper-parameters on both sides, and the maximum gradient norm if gradients are clipped.
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 RESULT_FD = 1
 
@@ -28,7 +28,7 @@ class Job:
         side: "ours" or "deepspeed".
         model: Hugging Face folder with weights.
         nvme: This side's folder on the drive.
-        shape: Numbers of micro-batches per step, of rows per micro-batch, and of tokens per row.
+        shape: Number of micro-batches per step, rows per micro-batch, and tokens per row.
         ram: Size of our RAM tier, or "" for a quarter above the minimum.
         compute_dtype: Compute dtype of our side.
         is_pipelined: Whether DeepSpeed overlaps state reads and writes with the update.
@@ -54,7 +54,10 @@ class Job:
     meeting: str = ""
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
-        """Return the micro-batches, which are equal in every step, so that the loss shows the effect of updates."""
+        """Return a step's micro-batches. They are the same in every step, so that the loss shows the effect of updates.
+
+        The tensors have the shape [rows, length].
+        """
         num_micro_batches, rows, length = self.shape
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         generator = torch.Generator().manual_seed(1)
@@ -64,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Steps:
-    """Means over a few steps of the wall seconds and of the seconds by part, and the loss of the last step."""
+    """Mean wall seconds per step, mean seconds per step for each part, and the loss of the last step."""
 
     total_s: float
     parts_s: Mapping[str, float]

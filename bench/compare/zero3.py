@@ -16,7 +16,7 @@ from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Jo
 SUB_GROUP_ELEMENTS = 20_000_000
 #: With pipelining and several sub-groups, DeepSpeed fails an assertion if it has fewer than 12 buffers.
 NUM_STATE_BUFFERS = 12
-#: Number of buffers in use at the same time. Each holds one parameter, whatever its size.
+#: Number of buffers for parameters. Each buffer holds one parameter, whatever the parameter's size.
 NUM_PARAMETER_BUFFERS = 24
 #: Number of elements to reduce or prefetch at a time. In a model smaller than 20 buckets, DeepSpeed would fetch a
 #: parameter in the next step while it is still in flight, which causes an assertion error.
@@ -24,7 +24,10 @@ BUCKET_ELEMENTS = 5_000_000
 
 
 class Zero3Side:
-    """Steps of DeepSpeed: bf16 layers, fp32 masters and moments, and no recompute, which favors DeepSpeed."""
+    """Side that runs steps of DeepSpeed with bf16 layers, fp32 masters and moments.
+
+    Nothing is recomputed, which favors DeepSpeed.
+    """
 
     def __init__(self, job: Job) -> None:
         os.environ.update(_world(job))
@@ -46,7 +49,7 @@ class Zero3Side:
         return {"num_parameters": self._num_parameters, "state_memory": self._state_memory}
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Run steps. The part "update" begins at the end of the last backward."""
+        """Run consecutive steps. The part "update" is the time from the end of a step's last backward."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         loss, update_s = 0.0, 0.0
         for all_micro_batches in batches:
@@ -57,7 +60,7 @@ class Zero3Side:
                 self._engine.backward(term)
                 loss += float(term.detach()) / len(micro_batches)
                 update_start_s = time.perf_counter()
-                self._engine.step()  # only updates after the last micro-batch
+                self._engine.step()  # updates only after the last micro-batch
             update_s += time.perf_counter() - update_start_s
         num_steps = len(batches)
         cpu_s = time.process_time() - start_cpu_s
@@ -78,7 +81,7 @@ def free_port() -> str:
 
 
 def _world(job: Job) -> dict[str, str]:
-    """Return the environment for the processes of a job, all on this machine."""
+    """Return the environment variables for a process of the job. All of its processes run on this machine."""
     rank = str(job.rank)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(job.size), "MASTER_ADDR": "127.0.0.1"}
     settings = {"LOCAL_SIZE": str(job.size), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-#: ``config.json`` values of Qwen2.5 7B and 14B, and of a model of 20.1 B parameters between the published 14B and 32B.
+#: ``config.json`` values that all shapes share. The shapes are Qwen2.5 7B and 14B, and a model of 20.1 B parameters,
+#: between the published 14B and 32B models.
 _QWEN = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -56,7 +57,7 @@ class Part:
         num_steps: Number of steps measured after one warm-up step, or 0 to measure the first step.
         sides: Names of the compared sides, ours first.
         target: Minimum ratio of our tokens/s to the last side's tokens/s.
-        rate: Minimum of our tokens/s on one H200.
+        rate: Minimum tokens/s of our side on one H200.
         share: Minimum ratio of our hardware FLOP/s to the rate of matrix products.
         uses_drive: Whether our side has an NVMe tier.
         tables: Additional tables of our config.
@@ -81,7 +82,7 @@ class Part:
         return self.rows * self.length
 
     def small(self) -> Part:
-        """Return the same part, but so small that a CPU computes it within seconds. Without CUDA, liger is disabled."""
+        """Return the same part, but small enough for a CPU to run within seconds. Without CUDA, liger is disabled."""
         length = min(self.length, 64)
         rows = min(self.rows, 2)
         model = dict(self.tables.get("model", {}))
@@ -96,7 +97,7 @@ class Part:
 _AGAINST_REFERENCE = (OURS, REFERENCE)
 #: Config tables with the defaults that a run uses on a GPU.
 _DEFAULT = {"model": {"use_liger_kernel": True}, "training": {"recompute": "auto"}}
-#: Settings for work equal to the other sides: every layer is recomputed, and norms and MLPs are eager.
+#: Settings that give our side the same work as the others: every layer is recomputed, and norms and MLPs are eager.
 _EQUAL_WORK = {"model": {"use_liger_kernel": False}, "training": {"recompute": "full"}}
 _LONG = {**_DEFAULT, "model": {"use_liger_kernel": True, "mlp_rows": 4096}}
 PARTS: Mapping[str, Part] = {
@@ -109,7 +110,7 @@ PARTS: Mapping[str, Part] = {
     "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0, tables=_EQUAL_WORK),
     "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84, tables=_EQUAL_WORK),
     "14b": Part("14b", 16, 1024, 4, num_steps=2, tables=_DEFAULT),
-    # Gradients are in bf16, because fp32 sums in addition to 12 bytes per parameter would need 350 GB.
+    # Gradients are in bf16, because fp32 gradients and 12 bytes per parameter for weights and state would need 350 GB.
     "20b_nvme": Part(
         "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={**_DEFAULT, "precision": {"grad_dtype": "bfloat16"}}
     ),
@@ -145,7 +146,7 @@ def part_named(name: str) -> Part:
 
 
 def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables of a config. Keys in ``more`` override keys that both have."""
+    """Return config tables with those in ``more`` merged into them. Values in ``more`` take precedence."""
     found = dict(tables)
     for name, value in more.items():
         found[name] = {**found.get(name, {}), **value} if isinstance(value, Mapping) else value

@@ -42,10 +42,10 @@ class Job:
         ram: Size of our RAM tier, "" for auto, or "tight" for a quarter above the minimum.
         drive: Folder of our NVMe tier, or "".
         tables: Additional tables of our config.
-        trace: File for the timeline of the last step.
+        trace: File for the timeline of the last step, or "".
         megatrain: Folder of the reference's checkout.
         layers_to_try: Reduced numbers of layers to try if the model does not fit.
-        matmul: Number of rows in the square matrices whose product is timed.
+        matmul: Number of rows and columns of the square matrices whose product is timed.
     """
 
     side: str
@@ -72,7 +72,7 @@ class Job:
     matmul: int = 8192
 
     def to_json(self) -> str:
-        """Return the job as an argument of a command line."""
+        """Return the job as JSON, for the command line of the side's process."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -88,9 +88,9 @@ class Job:
         return found
 
     def tokens(self) -> Tensor:
-        """Return a step's token ids, [rows, length], on the CPU, without padding. All sides and steps get equal ids.
+        """Return a step's token ids, [rows, length], on the CPU, without padding.
 
-        Equal tokens make the effect of updates visible in the losses.
+        All sides and steps get the same ids, so that the losses show the effect of updates.
         """
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         generator = torch.Generator().manual_seed(1)
@@ -187,7 +187,7 @@ def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
 
 @functools.cache
 def _random_numbers() -> Tensor:
-    """Return the pool of random numbers twice in a row, so that a slice can begin at any number."""
+    """Return the pool of random numbers, repeated once so that a slice can begin anywhere in the pool."""
     numbers = torch.randn(_NUM_RANDOM, generator=torch.Generator().manual_seed(SEED)) * 0.02
     return torch.cat([numbers, numbers])
 
@@ -195,7 +195,7 @@ def _random_numbers() -> Tensor:
 def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real: bool = True) -> nn.Module:
     """Return the Hugging Face model of a folder with our random initial weights, rounded to ``dtype``.
 
-    Needs memory for the model and one unit in fp32.
+    This needs memory for the model and one unit in fp32.
 
     Args:
         is_real: Whether to draw random weights. A test of whether the model fits uses a constant, which takes no time.

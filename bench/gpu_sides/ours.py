@@ -46,12 +46,12 @@ class _Traced(Ours):
 
     @property
     def timeline(self) -> Any:
-        """Timeline of the run. It records steps while it is switched on."""
+        """Timeline of the run. It records steps while its ``is_recording`` is True."""
         return self._run.timeline
 
 
 class OursSide:
-    """Our side. Each step waits for all transfers, although the next step could overlap them."""
+    """Our side. Each step waits for all transfers, although they could overlap the next step."""
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"

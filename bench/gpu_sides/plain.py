@@ -1,4 +1,4 @@
-"""Plain PyTorch's side in `gpu.py`: everything on the device, with all layers that fit."""
+"""Plain PyTorch's side in `gpu.py`: everything on the device, with the largest number of layers that fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class PlainSide:
-    """Plain PyTorch side: fp32 weights with autocast, activation checkpointing, fused AdamW, all layers that fit."""
+    """Plain PyTorch side: fp32 weights with autocast, activation checkpointing and fused AdamW."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -35,7 +35,7 @@ class PlainSide:
     def _set_up(self, folder: Path, *, is_real: bool = True) -> None:
         self._model = seeded_model(folder, dtype=torch.float32, device=self._job.device, is_real=is_real)
         self._model.train()
-        model: Any = self._model  # transformers 5.23 renamed the method that enables it
+        model: Any = self._model  # transformers 5.23 renamed the method that enables checkpointing
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         self._optimizer = torch.optim.AdamW(
@@ -43,7 +43,7 @@ class PlainSide:
         )
 
     def _fits(self, folder: Path) -> bool:
-        """Return whether two steps fit in memory, the second with all optimizer state. Frees all memory."""
+        """Return whether two steps fit in memory, and free the memory. The second step has all optimizer state."""
         fits = True
         try:
             self._set_up(folder, is_real=False)
@@ -51,7 +51,7 @@ class PlainSide:
                 self.step(is_last=False)
         except torch.OutOfMemoryError:
             fits = False
-        # Only now can the model be freed: the error and its stack frames, which referred to it, are gone.
+        # The model cannot be freed in the `except` block, because the error's stack frames refer to it.
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_optimizer", None)
         gc.collect()
@@ -60,7 +60,7 @@ class PlainSide:
         return fits
 
     def about(self) -> dict[str, Any]:
-        """Return the size and the precision of the model as text."""
+        """Return the numbers of parameters and layers, and the optimizer with its precision."""
         parameters = list(self._model.parameters())
         return {
             "num_parameters": sum(parameter.numel() for parameter in parameters),
@@ -87,7 +87,7 @@ class PlainSide:
         return StepSeen(loss, {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Return no measurements, because this side has none at the end."""
+        """Return an empty dict, because this side has no final measurements."""
         return {}
 
     def _now(self) -> float:

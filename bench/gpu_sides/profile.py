@@ -31,16 +31,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Length of a period without events in seconds, and the name of the next event."""
+    """Period without events: its length in seconds, and the name of the next event."""
 
     seconds: float
     before: str
 
 
 def profiled(step: Callable[[], object], trace: Path, device: str) -> dict[str, Any]:
-    """Run a step under torch's profiler and write the trace. Only the device is traced, to not slow the host down.
+    """Run a step under torch's profiler and write the trace. Trace only the GPU, so that the host is not slowed down.
 
-    Without a device, the profiler traces the host's operators, which can be nested.
+    Without a GPU, the profiler traces the host's operators, which can be nested.
 
     Returns:
         Name of a row -> (value, unit), for JSON.
@@ -81,7 +81,7 @@ def figures(trace: Path, kinds: Sequence[str]) -> dict[str, tuple[Any, str]]:
 
 
 def events(trace: Path, kinds: Sequence[str]) -> list[Event]:
-    """Return the events in a trace file that are of these kinds, ordered by start."""
+    """Return a trace file's events of the given kinds, ordered by start."""
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open(encoding="utf-8") as file:
         found: Iterable[Mapping[str, Any]] = json.load(file)["traceEvents"]
     bars = [event for event in found if event.get("ph") == "X" and event.get("cat") in kinds]

@@ -1,7 +1,7 @@
 """The reference's side in `gpu.py`: the MegaTrain code in a checkout.
 
 Written for commit 919520f, with three changes. Attention gets no mask, because the single-GPU path passes the
-tokenizer's mask of ones and zeros to sdpa, which rejects it. Rows here are full, so causal attention is correct. If
+tokenizer's mask of ones and zeros to sdpa, which rejects it. All rows are full, so causal attention is correct. If
 DeepSpeed is missing, torch's fused AdamW replaces it, which is faster than the reference's fallback. The data loader
 is not used, because it is prone to fork problems. Weights are bf16. Without DeepSpeed, moments are also bf16.
 """
@@ -25,7 +25,10 @@ _CHECKPOINT_INTERVAL, _NUM_SLABS = 4, 12  # the reference's defaults
 
 
 class ReferenceSide:
-    """Steps as in the reference's training script: all rows at once, clipping, optimizer, weights back to the GPU."""
+    """Side that runs the steps of the reference's training script.
+
+    A step runs all rows at once, clips gradients, updates the weights, and copies them back to the GPU.
+    """
 
     def __init__(self, job: Job) -> None:
         model_class, config_class = _import_reference(Path(job.megatrain))
@@ -52,7 +55,7 @@ class ReferenceSide:
         self._optimizer_name, self._optimizer = _optimizer(self._model.get_parameters())
 
     def about(self) -> dict[str, Any]:
-        """Return the size and the precision of the model as text."""
+        """Return the number of parameters, and the optimizer with its precision."""
         return {
             "num_parameters": self._num_parameters,
             "optimizer": f"{self._optimizer_name}, {self._job.dtype} weights updated in place, no master",
@@ -90,7 +93,7 @@ def _import_reference(folder: Path) -> tuple[Any, Any]:
     """Return the reference's trainer and config classes.
 
     Raises:
-        SystemExit: The folder has no package `infinity`, or another version of it.
+        SystemExit: The folder has no package `infinity`, or an incompatible version of it.
     """
     sys.path.insert(0, str(folder))
     try:

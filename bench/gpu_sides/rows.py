@@ -10,10 +10,10 @@ from typing import Any
 from bench.common import Report
 from bench.gpu_sides.cases import OURS, Part
 
-#: Maximum difference between the sides' first losses, which add bf16 values in different orders.
+#: Maximum relative difference between the sides' first losses. The sides add bf16 values in different orders.
 LOSS_TOLERANCE = 2e-2
 
-#: Name of the result with a tier's measured peak: tensors on the GPU, or RAM that the machine has taken.
+#: Tier -> key of its measured peak in the results: tensors on the GPU, or the growth in the machine's RAM use.
 _REAL_PEAKS = {"gpu": "device_bytes", "ram": "host_bytes"}
 
 Result = Mapping[str, Any]
@@ -31,7 +31,7 @@ class Rows:
         self._report, self._name, self._part = report, name, part
 
     def row(self, name: str, value: Any, unit: str, **claim: Any) -> None:
-        """Print a row."""
+        """Print a row, prefixing its name with the part's name."""
         self._report.row(f"{self._name}.{name}", value, unit, **claim)
 
     def skipped(self, side: str, reason: str) -> None:
@@ -45,7 +45,7 @@ class Rows:
             self.row(f"{side}.runs", 0, "1", target=1, ok=False)
 
     def start(self, side: str, result: Result) -> None:
-        """Print a side's size and optimizer, and the seconds of each part of its start."""
+        """Print a side's size and optimizer, and how long each part of its startup took."""
         row = self.row
         row(f"{side}.parameters", result["num_parameters"], "1")
         if "num_layers" in result:
@@ -58,7 +58,7 @@ class Rows:
                 row(f"{side}.start.{part}_per_gb", seconds / (nbytes / 1e9), "s/GB")
 
     def side(self, side: str, result: Result, num_warm: int) -> None:
-        """Print a side's seconds per step and part, memory peaks and losses."""
+        """Print a side's seconds per step and part, tokens/s, memory peaks and losses."""
         steps = measured(result, num_warm)
         row = self.row
         if result.get("num_steps_missing"):
@@ -118,7 +118,7 @@ class Rows:
         for place, number in result["num_updated"].items():
             self.row(f"ours.updated_on_{place}", number, "parameters")
         steps = [step for number, step in enumerate(result["steps"]) if number >= max(1, num_warm)]
-        kernels_s = [step["parts_s"]["update_kernels"] for step in steps]  # empty for the first step
+        kernels_s = [step["parts_s"]["update_kernels"] for step in steps]  # empty if only the first step ran
         if result["num_updated"]["host"] and any(kernels_s):
             rate = result["num_updated"]["host"] / statistics.median(kernels_s)
             self.row("ours.host_update_rate", rate, "parameters/s")
@@ -156,18 +156,18 @@ class Rows:
             self.row(f"ratio.ours/{side}", ratio, "x", target=target, ok=ok, timing=True)
             mine, theirs = ours["steps"][0]["loss"], other["steps"][0]["loss"]
             apart = abs(mine - theirs) / abs(theirs) if theirs else math.inf
-            if not math.isfinite(apart):  # JSON has no NaN or infinity either
+            if not math.isfinite(apart):  # JSON has no NaN or infinity
                 self.row(f"loss.relative_to.{side}", None, f"not comparable: {mine} and {theirs}", target=0, ok=False)
                 continue
             self.row(f"loss.relative_to.{side}", apart, "1", target=LOSS_TOLERANCE, ok=apart <= LOSS_TOLERANCE)
 
 
 def measured(result: Result, num_warm: int) -> Sequence[Mapping[str, Any]]:
-    """Return the measured steps, or the warm-up steps if the time ended before the first measured step."""
+    """Return the measured steps, or the warm-up steps if time ran out before the first measured step."""
     steps: Sequence[Mapping[str, Any]] = result["steps"]
     return steps[num_warm:] or steps
 
 
 def step_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median duration of these steps in seconds."""
+    """Return the median duration of the steps in seconds."""
     return float(statistics.median(step["total_s"] for step in steps))

@@ -23,7 +23,7 @@ from bench.gpu_sides.job import Job, StepSeen
 #: Seconds spent on timing products of square matrices.
 _MATMUL_S = 1.0
 _SAMPLE_S = 0.1
-#: Share of a side's time that its steps may take. The rest is reserved for what follows them.
+#: Share of a side's time limit that its steps may take. The rest is reserved for the work after the steps.
 _SHARE_FOR_STEPS = 0.9
 
 
@@ -48,7 +48,7 @@ class Side(Protocol):
 
 
 def main() -> None:
-    """Run the job in the command line's argument, and keep its result file up to date."""
+    """Run the job given on the command line, and update its result file after each step."""
     begin_s, job = time.perf_counter(), Job.of(sys.argv[1])
     torch.set_num_threads(job.num_threads)
     result: dict[str, Any] = {"matmul_flops_per_s": [matmul_rate(job)]}
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _is_time_up(job: Job, begin_s: float, steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the next step must be the last, because another one after it would exceed the time limit."""
+    """Return whether the next step must be the last, because a further step would exceed the time limit."""
     if not steps:
         return False
     longest_s = max(step["total_s"] for step in steps)
@@ -138,7 +138,7 @@ def matmul_rate(job: Job) -> float:
     rate = 2 * size**3 * count / (now(job.device) - start_s)
     if job.device == "cuda":
         del left, right, out
-        torch.cuda.empty_cache()  # the tier takes free memory, which excludes torch's cache
+        torch.cuda.empty_cache()  # our GPU tier takes the free memory, which excludes torch's cache
     return rate
 
 
@@ -160,9 +160,9 @@ def now(device: str) -> float:
 
 
 class HostMemory:
-    """Context manager that samples how much RAM this process (VmHWM) and the machine use at their peak.
+    """Context manager that measures the peak RAM use of this process (VmHWM) and, by sampling, of the machine.
 
-    The peak of the process excludes page-locked memory of the driver, which only the machine's peak includes.
+    Only the machine's peak includes page-locked memory of the driver.
     """
 
     def __init__(self) -> None:
@@ -195,11 +195,11 @@ class HostMemory:
             return
 
     def taken_bytes(self) -> int:
-        """Return the machine's peak RAM since ``restart``, above its RAM when this object was created."""
+        """Return the machine's peak RAM use since ``restart``, minus its use when this object was created, in bytes."""
         return max(0, self._before - self._least)
 
     def peak_rss(self) -> int:
-        """Return the peak resident memory of the process."""
+        """Return the peak resident memory of the process in bytes."""
         status = Path("/proc/self/status").read_text(encoding="ascii")
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         assert found is not None, status

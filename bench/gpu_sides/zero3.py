@@ -14,7 +14,7 @@ from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class Zero3Side:
-    """Steps of DeepSpeed: bf16 layers, fp32 master weights and moments on the CPU, every layer recomputed."""
+    """Side that runs steps of DeepSpeed: bf16 layers, fp32 masters and moments on the CPU, every layer recomputed."""
 
     def __init__(self, job: Job) -> None:
         os.environ.update(_one_process(job.device))
@@ -30,23 +30,23 @@ class Zero3Side:
         self._batches = [{k: v.to(job.device) for k, v in batch.items()} for batch in job.micro_batches()]
 
     def about(self) -> dict[str, Any]:
-        """Return the size and the precision of the model as text."""
+        """Return the number of parameters, and the optimizer with its precision."""
         return {"num_parameters": self._num_parameters, "optimizer": "DeepSpeedCPUAdam, fp32 master and moments"}
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Run one step. The part "update" begins at the end of the last backward."""
+        """Run one step. The part "update" is the time from the end of the last backward."""
         loss, update_s = 0.0, 0.0
         for batch in self._batches:
             term = self._engine(**batch, use_cache=False).loss
             self._engine.backward(term)
             loss += float(term.detach()) / len(self._batches)
             start_s = time.perf_counter()
-            self._engine.step()  # only updates after the last micro-batch
+            self._engine.step()  # updates only after the last micro-batch
             update_s = time.perf_counter() - start_s
         return StepSeen(loss, {"update": update_s})
 
     def finish(self) -> dict[str, Any]:
-        """Return no measurements, because this side has none at the end."""
+        """Return an empty dict, because this side has no final measurements."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Base of the sides in `links.py`, which all move the same bytes and report the seconds."""
+"""Base class and helpers for the sides of `links.py`, which all move the same number of bytes and report seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READ, WRITE, MIXED = "read", "write", "mixed"
 
 
 class SkippedError(Exception):
-    """Error for a side that cannot run here. The message states the reason."""
+    """Error for a side that cannot run on this machine. The message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that one measurement moves. They are the same for all operations."""
+        """Return the number of bytes that one measurement moves, the same for all operations."""
         return self.block_nbytes * self.num_blocks
 
     @property
@@ -70,7 +70,7 @@ class Side(ABC):
 
     @abstractmethod
     def measure(self, operation: str) -> Sample:
-        """Move ``Work.nbytes`` bytes with an operation. Return once all written bytes are on the drive (fdatasync).
+        """Run an operation on ``Work.nbytes`` bytes. Return once all written bytes are on the drive (fdatasync).
 
         Raises:
             SkippedError: This side cannot run on this machine.
@@ -96,7 +96,7 @@ def _cpu_s() -> float:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Wait until the written contents of these files are on the drive."""
+    """Wait until the written contents of the files are on the drive."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -117,7 +117,7 @@ def drop_cached(paths: Iterable[Path]) -> None:
 
 
 def fill_randomly(tensor: Tensor) -> None:
-    """Fill a byte tensor with incompressible noise, which repeats every 16 MiB."""
+    """Fill a tensor with incompressible noise, which repeats every 16 MiB."""
     noise = torch.randint(0, 256, (16 * MiB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     flat = tensor.view(torch.uint8).view(-1)
     for start in range(0, flat.numel(), noise.numel()):
@@ -166,7 +166,7 @@ def _failure(code: str, timeout_s: float) -> str:
 
 @dataclass
 class Samples:
-    """All measurements of one side in one operation, round by round."""
+    """All measurements of one side in one operation, one per round."""
 
     nbytes: int
     each: list[Sample] = field(default_factory=list)

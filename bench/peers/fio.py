@@ -16,7 +16,7 @@ from tiered.units import MiB
 
 #: Makes glibc touch memory at allocation. Otherwise, fio's first reads would include the page faults.
 TOUCHED = "glibc.malloc.perturb=1"
-#: Lets malloc use huge pages (glibc 2.35), as for our slots. They affect rates more than engine or queue depth.
+#: Lets malloc use huge pages (glibc 2.35), as for our slots. Huge pages affect rates more than engine or queue depth.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -45,14 +45,14 @@ VARIANTS = (
     Variant("libaio", 8, 8),
     Variant("libaio", 16, 4),
 )
-#: Number of variants in a quick run, including the best variant.
+#: Number of variants in a quick run. The best variant is among them.
 NUM_QUICK_VARIANTS = 4
 
 
 class FioSide(Side):
     """Side that runs one variant of fio on an existing file. Rate and CPU time come from fio's report.
 
-    They exclude the startup and the filling of buffers, but include ``end_fsync``.
+    Both exclude startup and the filling of buffers, but include ``end_fsync``.
     """
 
     def __init__(self, work: Work, variant: Variant, path: Path) -> None:
@@ -64,7 +64,7 @@ class FioSide(Side):
         self._work, self._variant, self._path = work, variant, path
 
     def measure(self, operation: str) -> Sample:
-        """Run fio once over all bytes of a measurement. "mixed" runs two concurrent jobs on half of the file each."""
+        """Run fio once over all bytes of a measurement. For "mixed", two concurrent jobs each use half of the file."""
         nbytes, half = self._work.nbytes, self._work.block_nbytes * len(self._work.halves[0])
         if operation == MIXED:
             jobs = [*_job(READ, 0, half), *_job(WRITE, half, nbytes - half)]

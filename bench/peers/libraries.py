@@ -32,7 +32,7 @@ from tiered.units import PAGE_BYTES, MiB
 COMPILE_TIMEOUT_S = 1200.0
 #: Limit for code that hangs, such as cuFile's driver.
 START_TIMEOUT_S = 60.0
-#: kvikio's futures keep neither the file nor the memory alive, so the side must hold references to both.
+#: kvikio's futures keep neither the file nor the memory alive, so the code must hold references to both.
 _KVIKIO_READS = """
 import kvikio, mmap, sys
 file, memory = kvikio.CuFile(sys.executable), mmap.mmap(-1, 4096)
@@ -42,7 +42,7 @@ _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIO
 
 
 class KvikioSide(Side):
-    """kvikio with fast settings (4 threads, 16 MiB tasks, O_DIRECT for reads and writes) and memory like our slots."""
+    """kvikio with fast settings (4 threads, 16 MiB tasks, O_DIRECT for reads and writes) and our slots' memory."""
 
     name = "kvikio"
 

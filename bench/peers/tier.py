@@ -16,13 +16,15 @@ VERIFY_MODES = ("off", "resume", "always")
 
 
 class TierSide(Side):
-    """A store whose RAM can hold all blocks. Between measurements, RAM has no copies and no transfers run.
+    """Side that moves the blocks of a store, all of which fit in RAM.
+
+    Between measurements, the RAM tier has no copies and no transfers run.
 
     A read ends when every block has been leased in RAM, with its bytes checked as ``verify`` requires. A write starts
     with dirty copies and ends after ``NvmeTier.sync``.
 
     Attributes:
-        num_wrong: Number of blocks whose contents differ from the last write.
+        num_wrong: Number of reads in which a block's first element was not the last number written to it.
     """
 
     def __init__(self, work: Work, verify: str) -> None:
@@ -97,7 +99,7 @@ class TierSide(Side):
             self._nvme.sync()
 
     def _stamp(self, key: str) -> None:
-        """Make a block's copy in RAM dirty by writing a first number that no earlier version had."""
+        """Make a block's copy in RAM dirty: set its first element to a number that no earlier version had."""
         self._written += 1
         with self._store.acquire(key, "ram", "w") as lease:
             lease.tensor[0] = self._written

@@ -1,7 +1,8 @@
 """A tier of compressed memory between RAM and a drive, in one file outside the package.
 
-The tier groups the bytes of all numbers by their position (all first bytes, then all second bytes, ...), because the
-exponents of weights resemble each other, and compresses them with zlib. A store uses it like any other tier::
+The tier groups the bytes of all numbers by their position (all first bytes, then all second bytes, ...), and compresses
+them with zlib. Grouping helps because the exponents of weights resemble each other. A store uses this tier like any
+other tier::
 
     tiered.TieredStore([tiered.RamTier(64 * tiered.MiB), CompressedRamTier(1 * tiered.GiB)])
 
@@ -37,7 +38,7 @@ class CompressedContents:
 
 
 class CompressedRamTier:
-    """Tier with ``capacity_bytes`` of contents in at most ``memory_bytes`` of memory. Only its links access them.
+    """Tier with ``capacity_bytes`` of contents in at most ``memory_bytes`` of memory. Only links access the contents.
 
     Args:
         capacity_bytes: Capacity in bytes before compression.
@@ -97,7 +98,7 @@ class CompressedRamTier:
     # -- methods of optional protocols ---------------------------------------------------------------------------------
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Record what a home slot will hold; the store calls it once, before the first contents."""
+        """Record the size of one number in a home slot. The store calls this once, before it writes to the slot."""
         contents_of(slot).item_bytes = dtype.itemsize
 
     def links_with(self, neighbour: Tier) -> list[Link] | None:

@@ -6,8 +6,8 @@ store uses this tier as its slowest tier::
     objects = ObjectStoreTier("s3://bucket/scratch", 1 * tiered.TiB, storage_options={"profile": "me"})
     tiered.TieredStore([tiered.RamTier(8 * tiered.GiB), objects], path="generations")
 
-Every tier writes to a separate folder and deletes it when the tier is closed. A killed process leaves its folder
-behind; a lifecycle rule of the bucket can remove it. Checksums are kept in memory and compared on every read.
+Every tier writes to a separate folder, and deletes the folder when the tier is closed. A killed process leaves its
+folder behind; a lifecycle rule of the bucket can remove it. Checksums are kept in memory and compared on every read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ObjectStoreTier:
     Args:
         url: fsspec URL of a bucket or a folder.
         capacity_bytes: Limit of the total size of all objects.
-        part_bytes: Maximum size of one object. A transfer holds one part in memory in addition to the slots.
+        part_bytes: Maximum size of one object. A transfer needs memory for one part, in addition to the slots.
         num_connections: Number of parts in progress at once in each direction.
         storage_options: Options of fsspec's file system, such as credentials or an endpoint.
     """
@@ -82,7 +82,7 @@ class ObjectStoreTier:
         return Slot(self.name, nbytes, nbytes, Objects(name, f"{self._root}/{name}"))
 
     def free(self, slot: Slot) -> None:
-        """Delete the objects of a slot. After a ``TransferError``, the objects still exist and count in the ledger."""
+        """Delete the objects of a slot. After a ``TransferError``, the objects still count toward the capacity."""
         objects = objects_of(slot)
         try:
             for path, _ in self._parts(slot) if objects.was_put else ():

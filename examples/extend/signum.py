@@ -21,7 +21,7 @@ from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, ma
 
 
 class Signum:
-    """Signum. ``megatrain.optim.base.Optimizer`` defines the contract. An instance holds only settings."""
+    """Signum, as an implementation of ``megatrain.optim.base.Optimizer``. An instance holds only settings."""
 
     def __init__(self, momentum: float = 0.9) -> None:
         if not 0 <= momentum < 1:
@@ -29,7 +29,7 @@ class Signum:
         self.momentum = momentum
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the master, and one moment per element in the same layout."""
+        """Return the state kinds of the master, and one fp32 moment per element in the same layout."""
         return (*master_kinds(split_master), StateKind("m", torch.float32))
 
     def update(

@@ -1,4 +1,4 @@
-"""Train a Flux transformer of diffusers, completely or with LoRA, next to its frozen text encoders and VAE.
+"""Train a Flux transformer from diffusers, fully or with LoRA, with its frozen text encoders and VAE also offloaded.
 
 Without the marked lines, this is an ordinary program. The model learns the velocity between a latent and noise (flow
 matching), as in diffusers' own scripts. The first call creates a tiny model with random weights. For a real model, pass
@@ -7,8 +7,8 @@ matching), as in diffusers' own scripts. The first call creates a tiny model wit
     python examples/python/diffusion.py --output /tmp/flux --lora
     python examples/python/diffusion.py --output /tmp/flux --model black-forest-labs/FLUX.1-dev --dtype bfloat16
 
-Needs ``pip install diffusers`` (and ``peft`` for ``--lora``). The program draws its own images: discs in one color
-each.
+Needs ``pip install diffusers`` (and ``peft`` for ``--lora``). The program draws its own training images: discs, each in
+a single color.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def pictures(num_rows: int = 2, size: int = 32) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield captions and their pictures, (rows, 3, size, size) in -1..1, in an endless loop."""
+    """Yield batches of captions and their images, (rows, 3, size, size), with values from -1 to 1."""
     y, x = torch.meshgrid(torch.linspace(-1, 1, size), torch.linspace(-1, 1, size), indexing="ij")
     names = list(COLOURS)
     for first in range(0, 1_000_000, num_rows):

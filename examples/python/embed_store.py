@@ -1,8 +1,7 @@
-"""Use the tiered store without training code: run a network whose weights exceed their memory limit.
+"""Use the tiered store without training code: run a network whose weights exceed its RAM.
 
-Twelve layers of 256 KiB run in 2 MiB of RAM; the other layers stay in files. At the end, the program commits the
-weights and opens them again, as after a restart.
-``python examples/python/embed_store.py`` runs it; it needs no other
+Twelve layers of 256 KiB run in 2 MiB of RAM; layers that do not fit stay in files. At the end, the program commits the
+weights and opens them again, as after a restart. Run ``python examples/python/embed_store.py``; it needs no other
 files.
 """
 
@@ -19,7 +18,7 @@ NUM_LAYERS, WIDTH = 12, 256
 
 
 def tiers_in(directory: str) -> list[tiered.RamTier | tiered.NvmeTier]:
-    """Return the two tiers of the weights, fast to slow."""
+    """Return the two tiers that hold the weights, the faster one first."""
     return [tiered.RamTier(2 * tiered.MiB), tiered.NvmeTier([directory], 16 * tiered.MiB)]
 
 

@@ -1,6 +1,6 @@
-"""Train with the Trainer of Hugging Face; 6 MiB of RAM and a drive hold weights, gradients and optimizer state.
+"""Train with Hugging Face's Trainer; 6 MiB of RAM and a drive hold weights, gradients and optimizer state.
 
-Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. You can stop it at any time
+Without the marked lines, this is an ordinary program that keeps all 13 MB in memory. You can stop it at any time
 and continue with ``--resume`` from the Trainer's own checkpoints, bit for bit. The model is small and has random
 weights, so that the program takes seconds:
 ``python examples/python/hf_trainer.py --output /tmp/hf_trainer``.
@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def rows(num_tokens: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Return chapter 1 of Moby Dick in rows of equal length."""
+    """Return the token ids of chapter 1 of Moby Dick, in rows of ``num_tokens``, also as labels."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model", model_max_length=1_000_000)
     ids = torch.tensor(tokenizer((QUICKSTART / "loomings.txt").read_text(encoding="utf-8"))["input_ids"])
     return [{"input_ids": row, "labels": row} for row in ids.split(num_tokens) if len(row) == num_tokens]

@@ -1,7 +1,7 @@
-"""Generate with a KV cache that exceeds its memory: 512 KiB of keys and values of a small decoder in 128 KiB of RAM.
+"""Generate with a KV cache that exceeds RAM: a small decoder has 512 KiB of keys and values, and 128 KiB of RAM.
 
-Blocks that do not fit are in files. They are fetched one at a time, while the previous block computes. Logits and
-tokens match a cache in memory, bit for bit.
+Blocks that do not fit are in files. They are fetched one at a time, while the previous block is in use. Logits and
+tokens match those with a cache in memory, bit for bit.
 ``python examples/python/kv_cache.py`` runs it.
 """
 
@@ -18,7 +18,7 @@ SHAPE = (2, HEADS, BLOCK, DIM)  # a block: keys and values of 16 tokens in one l
 
 
 def in_store(store: tiered.TieredStore, layer: int, position: int, new: Tensor) -> Iterator[Tensor]:
-    """Add keys and values of one token to the cache of a layer; yield that cache, block by block."""
+    """Add the keys and values of one token to the cache of a layer, and yield this cache block by block."""
     last, row = divmod(position, BLOCK)
     if row == 0:
         store.register(f"layer.{layer}/{last}", SHAPE, torch.float32, home="nvme")
@@ -48,7 +48,7 @@ def attend(query: Tensor, cache: Iterator[Tensor]) -> Tensor:
 
 
 def generate(cache: Callable[[int, int, Tensor], Iterator[Tensor]]) -> Tensor:
-    """Return the logits of every token; always choose the most likely next token."""
+    """Generate tokens greedily, and return the logits of every token."""
     random, width = torch.Generator().manual_seed(0), HEADS * DIM
     embedding, head = torch.randn(2, 500, width, generator=random)
     layers = torch.randn(LAYERS, 4, width, width, generator=random) / width**0.5

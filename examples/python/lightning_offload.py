@@ -1,6 +1,6 @@
 """Train with Lightning; 6 MiB of RAM and a folder on the drive hold weights, gradients and optimizer state.
 
-Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from
+Without the marked lines, this is an ordinary program that keeps all 13 MB in memory. ``--resume`` continues from
 the last checkpoint that Lightning wrote, bit for bit. The model is small and has random weights, so that the program
 takes seconds:
 ``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
@@ -22,7 +22,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def rows(num_tokens: int = 64) -> list[Tensor]:
-    """Return chapter 1 of Moby Dick in rows of equal length."""
+    """Return the token ids of chapter 1 of Moby Dick, in rows of ``num_tokens``."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model", model_max_length=1_000_000)
     ids = torch.tensor(tokenizer((QUICKSTART / "loomings.txt").read_text(encoding="utf-8"))["input_ids"])
     return [row for row in ids.split(num_tokens) if len(row) == num_tokens]
@@ -36,13 +36,13 @@ class Reader(lightning.LightningModule):
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART / "model"))
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss of rows of tokens, (rows, tokens)."""
+        """Return the loss of a batch of token ids, (rows, tokens)."""
         loss = self.model(input_ids=ids, labels=ids).loss
         print(f"step {self.global_step}: loss {loss.item()}")
         return loss
 
     def validation_step(self, ids: Tensor, batch_idx: int) -> None:
-        """Log the loss of rows that are not trained."""
+        """Log the loss of a batch that is not trained on."""
         self.log("validation_loss", self.model(input_ids=ids, labels=ids).loss, batch_size=len(ids))
 
     def configure_optimizers(self) -> dict:

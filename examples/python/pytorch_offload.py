@@ -1,8 +1,8 @@
 """Train in a PyTorch loop with weights, gradients, optimizer state and activations in 6 MiB of RAM and a folder.
 
-Without the marked lines, the program keeps 13 MB of weights, gradients and state in memory, and activations in
-addition. ``--resume`` continues from the last checkpoint, bit for bit. The program creates a small model with random
-weights instead of downloading one, and takes seconds:
+Without the marked lines, the program keeps all activations and 13 MB of weights, gradients and state in memory.
+``--resume`` continues from the last checkpoint, bit for bit. The program creates a small model with random weights
+instead of downloading a model, and takes seconds:
 ``python examples/python/pytorch_offload.py --output /tmp/pytorch_offload``.
 """
 
@@ -27,7 +27,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def batches(num_rows: int = 8, num_tokens: int = 64) -> list[Tensor]:
-    """Return chapter 1 of Moby Dick in batches of rows of equal length."""
+    """Return the token ids of chapter 1 of Moby Dick, in batches of (num_rows, num_tokens)."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model", model_max_length=1_000_000)
     ids = torch.tensor(tokenizer((QUICKSTART / "loomings.txt").read_text(encoding="utf-8"))["input_ids"])
     size = num_rows * num_tokens

@@ -1,7 +1,7 @@
 """Distill with TRL's GKDTrainer on text that the student generates; 8 MiB of RAM and a drive hold both models.
 
 Without the marked lines, this is an ordinary program that keeps 16 MB in memory. The student generates answers, and
-learns the teacher's probabilities of each token. ``lmbda`` is the share of steps with generated answers; the other
+learns the teacher's probabilities for each token. ``lmbda`` is the share of steps with generated answers; the other
 steps use the answers in the data. ``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``:
 ``python examples/python/trl_gkd.py --output /tmp/trl_gkd``.
 

@@ -34,7 +34,7 @@ def questions() -> Dataset:
 
 
 def vowels(completions: list[str], **rest: object) -> list[float]:
-    """Return the number of vowels of each answer as its reward."""
+    """Return the number of vowels in each answer, as its reward."""
     return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
 
 

@@ -1,6 +1,6 @@
 """Train with TRL's SFTTrainer; 6 MiB of RAM and a folder on the drive hold weights, gradients and optimizer state.
 
-Without the marked lines, this is an ordinary program that keeps 13 MB of them in memory. ``--resume`` continues from
+Without the marked lines, this is an ordinary program that keeps all 13 MB in memory. ``--resume`` continues from
 the trainer's last checkpoint, bit for bit. Needs ``pip install trl``:
 ``python examples/python/trl_sft.py --output /tmp/trl_sft``.
 """
@@ -20,7 +20,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def questions() -> Dataset:
-    """Return questions about whales with answers. Only the answers are trained."""
+    """Return questions about whales, and their answers. The loss covers only the answers."""
     pairs = []
     for line in (QUICKSTART / "whales.jsonl").read_text(encoding="utf-8").splitlines():
         first, second, *_ = json.loads(line)["messages"]
