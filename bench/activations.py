@@ -160,7 +160,10 @@ def wait_for_writes(store: TieredStore | None) -> None:
 
 
 def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict[str, Any]:
-    """Return mean bytes moved and seconds waited per step, and how far tensors or tiers exceeded the capacity."""
+    """Return the mean bytes moved and seconds waited per step.
+
+    The result also contains the bytes for which the store had no room, and the largest excess over a tier's capacity.
+    """
     earlier, tiers_earlier = before
     now, tiers = context.stats(), store.stats() - tiers_earlier
     names = ("offloaded_bytes", "restored_bytes", "deduplicated_bytes", "pack_wait_s", "unpack_wait_s")

@@ -5,10 +5,10 @@
     python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
 
 First, the bench commits states of several sizes, split into the same number of blocks (the smallest also into ten times
-that number). There are four kinds of states. Either no block, a tenth of the blocks or all blocks have RAM as their
-home, and the others NVMe. Or all homes are on NVMe, and a tenth of the blocks is changed in RAM and not written back.
-Each state is committed unchanged, and again after every block on NVMe was rewritten. Then the real trainer runs. Steps
-that run while a checkpoint is written are compared with other steps of the same run.
+that number). There are four kinds of states. In three of them, the home is RAM for no block, a tenth of the blocks or
+all blocks, and NVMe for the others. In the fourth, all homes are on NVMe, and a tenth of the blocks is changed in RAM
+and not written back. Each state is committed unchanged, and again after every block on NVMe has been rewritten. Then
+the real trainer runs. Steps that run while a checkpoint is written are compared with other steps of the same run.
 
 Claims: a commit writes the blocks whose home is RAM and links the others. An unchanged commit of the largest state on
 NVMe takes at most 1.5 times as long as a commit of the smallest state.
@@ -223,7 +223,7 @@ class State:
             lease.tensor.fill_(self._turn % 251)
 
     def commit(self, *, rewrite: bool = False) -> Cost:
-        """Change the blocks that this state changes in RAM, commit, and wait until the commit is complete.
+        """Change the blocks that are to be dirty in RAM, then commit, and wait until the commit is complete.
 
         Args:
             rewrite: Whether to rewrite all blocks on NVMe first.
@@ -260,9 +260,9 @@ class TimedFlush:
 class Stall(RunObserver):
     """Training run that saves a checkpoint every few steps. The object is also the observer of the run.
 
-    A cycle is the time from the end of the last step before a save to the end of the last step before the next save.
-    Steps in the second half of a cycle count as undisturbed, because the checkpoint should be complete by then. The
-    cost of a save is the time by which its cycle exceeds the same number of undisturbed steps.
+    A cycle starts at the end of the last step before a save, and ends at the same point before the next save. Steps in
+    the second half of a cycle count as undisturbed, because the checkpoint should be complete by then. The cost of a
+    save is the time by which its cycle exceeds the same number of undisturbed steps.
     """
 
     CYCLE = 8  # steps

@@ -167,7 +167,7 @@ def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.O
 
 
 def _error_message(make: Callable[[Any], torch.optim.Optimizer]) -> str:
-    """Return the first line of the error that a library's optimizer raises without a GPU. If none, return a note."""
+    """Try a library's optimizer without a GPU. Return the first line of its error, or a note if there is no error."""
     try:
         make([nn.Parameter(torch.zeros(1 << 16))])
     except (AssertionError, RuntimeError, ValueError) as error:

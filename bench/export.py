@@ -5,7 +5,7 @@
     python bench/export.py --model FOLDER
 
 Claims: from the exported folder, transformers computes the logits that the trainer computes from the checkpoint, within
-rounding. Without the memory of the libraries, the export takes far less RAM than the model.
+rounding. Apart from the memory of the libraries, the export takes far less RAM than the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.training.resolve import resolve_checkpoint
 from megatrain.training.trainer import Trainer
 
 NUM_STEPS = 10
-#: Maximum difference between logits. Another number of rows or another kernel adds in a different order.
+#: Maximum difference between logits. A different number of rows, or a different kernel, changes the order of additions.
 TOLERANCE = 2e-4
 TARGET_RAM_SHARE = 0.5
 
@@ -83,7 +83,7 @@ import transformers.models.llama.modeling_llama
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 
-#: Program for a fresh process: runs the command, and prints its own peak memory in KiB.
+#: Program for a fresh process: runs a `megatrain-tier` command, and prints the peak memory of the process in KiB.
 EXPORT = """
 import sys
 import importlib, importlib.util

@@ -8,8 +8,8 @@ AdamW on fp32 masters, torch's AdamW on bf16 weights with bf16 state, and our Ad
 computes gradients with its weights rounded to bf16. A linear layer learns the outputs of another linear layer with
 added noise, so that gradients have a mean and a spread.
 
-Claims: our optimizer changes nearly every weight, and its total update has the direction of the total update with fp32
-masters. No row depends on time.
+Claims: our optimizer changes nearly every weight, and its total update has nearly the same direction as the total
+update with fp32 masters. No row depends on time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def print_results(report: Report, size: int, lr: float, num_steps: int) -> None:
-    """Print how many weights each optimizer changes at one learning rate, and how its total update compares to fp32."""
+    """Print how many weights each optimizer changes at one learning rate, and compare its total update with fp32."""
     start, gradient = make_problem(size)
     runs = {
         "fp32_master": train_torch(start.float(), gradient, lr, num_steps),

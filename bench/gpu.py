@@ -5,11 +5,11 @@
     python bench/gpu.py --quick --device cpu       # every part at a tiny size, no GPU needed
 
 Claims, on one H200: with the defaults of a run, our side reaches 12,000 tokens/s at 7 B and T = 64k. Its hardware
-FLOP/s are at least 0.6 of the rate of matrix products in the same process. If every side does the same work at 7 B, our
-side has 1.5 times the tokens/s of the reference MegaTrain at T = 64k, and 2.5 times at 4k. Our side also updates an
+FLOP/s are at least 0.6 of the rate of matrix products in the same process. The other claims are for equal work at 7 B.
+Our side has 1.5 times the tokens/s of the reference MegaTrain at T = 64k, and 2.5 times at 4k. Our side also updates an
 fp32 master, which the reference lacks. Our side is at least as fast as plain PyTorch with everything on the GPU, at the
-largest number of layers that fits. It has 1.84 times the tokens/s of DeepSpeed ZeRO-3 with offload. Our side moves the
-planned number of bytes.
+largest number of layers that fits. It has 1.84 times the tokens/s of DeepSpeed ZeRO-3 with offload. In every part, our
+side moves the planned number of bytes.
 
 The machine cannot hold all sides at once. They run one after the other in separate processes, from the same weights and
 on the same tokens. In the part `rates`, the command `doctor` measures the machine; plans predict step times from these
@@ -217,7 +217,7 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process until it ends or reaches its deadline. Return its results and the reason if it failed.
+        """Run a side's process until it ends or reaches its deadline. Return its results, and why it failed or "".
 
         Args:
             num_left: Number of the part's sides still to run, including this one. They share the remaining time.
@@ -284,7 +284,7 @@ class Comparison:
 
 
 def _python_path() -> str:
-    """Return the module path: this tree, then the current path, which may add libraries that are not installed."""
+    """Return PYTHONPATH for a side: this tree, then the current value, which may add libraries."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

@@ -5,11 +5,10 @@
     python bench/gsm8k.py --quick                       # the 0.82 M model of the repository and made-up sums
     python bench/gsm8k.py --data FOLDER --trl PYTHON    # TRL too, in the environment of another interpreter
 
-Claims: a run of the example, with less RAM than its state needs, has the same losses, gradient norms and trained
-weights as Hugging Face's model in RAM with torch's AdamW. Both sides also have the same loss on the test answers,
-before training and afterwards. The plain side computes this loss row by row, without packing. With `--trl`, SFTTrainer
-trains the same tokens of the same rows with the same losses. Numbers are compared within tolerances. No row depends on
-time.
+The example runs with less RAM than its state needs. The plain side is Hugging Face's model in RAM with torch's AdamW.
+Claims: both sides have the same losses, gradient norms and trained weights, within tolerances. Both sides also have the
+same loss on the test answers, before training and afterwards. The plain side computes this loss row by row, without
+packing. With `--trl`, SFTTrainer trains the same tokens of the same rows with the same losses. No row depends on time.
 """
 
 from __future__ import annotations

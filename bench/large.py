@@ -6,8 +6,8 @@
 
 Claims: three steps move exactly the planned bytes. The process needs at most 1 GiB of RAM in addition to its RAM tier
 (2 GiB, or the planned minimum). The loss of the first step matches plain transformers on the same weights and rows, run
-layer by layer. Startup takes less than twice the time of moving its bytes at the drive's rate. The bench first writes
-the weights to a Hugging Face folder that is larger than the tier.
+layer by layer. Startup takes less than twice the time needed to move its bytes at the drive's rate. The bench first
+writes the weights to a Hugging Face folder that is larger than the tier.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     python bench/nvme_step.py --quick         # a minute, a small model
     python bench/nvme_step.py --tokens 1x1x32,1x1x256,2x2x256 --ram 400MiB
 
-Three kinds of work alternate in one process: steps with everything in RAM (compute alone), the same number of steps
-with weights, gradients, optimizer state and activations on the drive, and plain reads and writes in the same proportion
-through the same tier (the drive's mixed rate). Claim: a step takes at most 1.05 times the larger of compute alone and
-bytes / mixed rate, with few tokens (limited by the drive) and with many tokens (limited by compute).
+Three kinds of work alternate in one process. First, steps run with everything in RAM (compute alone). Then the same
+number of steps runs with weights, gradients, optimizer state and activations on the drive. Finally, plain reads and
+writes in the same proportion go through the same kind of tier (the drive's mixed rate). Claim: a step takes at most
+1.05 times the larger of compute alone and bytes / mixed rate. This holds with few tokens, when the drive limits the
+step, and with many tokens, when compute does.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Regime:
-    """Measurement at one number of tokens per step: both sides, the drive, and the printed rows."""
+    """Measurement for one number of tokens per step: both sides, the drive, and the printed rows."""
 
     def __init__(
         self, model: Path, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -202,7 +203,10 @@ class Drive:
         self._store.close()
 
     def rate_bytes_per_s(self) -> float:
-        """Return the rate of concurrent reads and writes in bytes/s, over several rounds: short bursts are faster."""
+        """Return the rate of concurrent reads and writes in bytes/s.
+
+        Several rounds are timed, because short bursts are faster.
+        """
         seconds = sum(self._round_s() for _ in range(_DRIVE_ROUNDS))
         return _DRIVE_ROUNDS * (len(self._read) + len(self._written)) * self.BLOCK_BYTES / seconds
 
@@ -240,8 +244,8 @@ def print_crossing(times: Sequence[tuple[int, float, float]], arguments: argpars
     slope = (many_s - few_s) / (many - few)
     crossing = few + ((few_drive_s + many_drive_s) / 2 - few_s) / slope
     report.row("crossing.measured", crossing, "tokens/step")
-    # From architecture.md: T* = c eta P / 8, where c is the drive's seconds per parameter and eta P the achieved
-    # FLOP/s, both from the largest step. It omits costs that do not depend on the tokens (updates, calls).
+    # T* = c eta P / 8, where c is the drive's seconds per parameter and eta P the achieved FLOP/s, both from the
+    # largest step. This formula omits costs that do not depend on the number of tokens (updates, calls).
     report.row("crossing.formula", many_drive_s / (many_s / many), "tokens/step")
     report.row("compute.per_token", slope, "s")
     report.row("compute.fixed", few_s - slope * few, "s")

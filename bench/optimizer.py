@@ -103,7 +103,7 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
 def print_bits(report: Report) -> None:
     """Print whether fp32 and split masters are bit-identical after an update with different numbers of threads.
 
-    Their rates are comparable only if they are.
+    Otherwise, the rates of the two formats would not be comparable.
     """
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)

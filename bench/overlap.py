@@ -10,11 +10,11 @@ runs all updates of a step at the end of the step. Copies that were fetched for 
 forward, so the serial side also reads more. The rows show how much more. The two modes alternate in one process, on the
 same micro-batches.
 
-Gradients are clipped never, always (tiny limit) or sometimes (limit at the median norm), with everything in RAM and
-with weights, gradients, state and activations on NVMe.
+Gradients are clipped never, always (tiny limit) or sometimes (limit at the median norm). Each of these cases runs with
+everything in RAM, and with weights, gradients, state and activations on NVMe.
 
 Claims: losses, norms, final weights and final state are bit-identical in both modes and both placements. With state
-on NVMe an overlapped step takes no longer than a serial one.
+on NVMe, an overlapped step takes no longer than a serial one.
 """
 
 from __future__ import annotations

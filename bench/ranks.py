@@ -10,9 +10,9 @@ thread each. State is either all in RAM or all on a drive. Claims: every rank mo
 link, including links between ranks and hosts. Losses and norms are bit-identical to one process. The CPU time of all
 ranks together is at most 1.15 times the CPU time of one process with the same tokens.
 
-`plans`: the planner plans steps of large models for other machines, like `plan --processes N --hosts H --machine NAME`,
-and simulates them with the rates in the machine file. These rows are not measured. Claim: with 70 B parameters on 8
-GPUs of one host, each GPU reaches 0.9 of a single GPU's speed, if each GPU has at least 16,384 tokens per step.
+`plans`: the planner plans steps of large models for other machines, like `plan --processes N --hosts H --machine NAME`.
+It simulates the steps with the rates in the machine file. These rows are not measured. Claim, with 70 B parameters on 8
+GPUs of one host: each GPU reaches 0.9 of a single GPU's speed if it has at least 16,384 tokens per step.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ MicroBatches = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Measurements that a side makes in one step.
+    """Measurements of one step, or means over several steps.
 
     Attributes:
         total_s: Seconds of the whole step.
@@ -158,7 +158,7 @@ class Ours:
     ) -> None:
         plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
-        warm_up(plan)  # also for the device, because the first update is in a measured step
+        warm_up(plan)  # also the device's kernels, because the first update is in a measured step
         self.optimizer = TimedOptimizer(plan.traced.optimizer)
         self.plan = replace(plan, traced=replace(plan.traced, optimizer=self.optimizer))
         self.windows: list[StoreStats] = []

@@ -227,7 +227,7 @@ class Bench:
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
 
     def _print_memory(self, configs: Mapping[str, RunConfig]) -> None:
-        """Print each side's peak memory in a separate process: before the model exists, and over all steps."""
+        """Run each side's steps in a new process, and print its peak memory: before the model exists, and overall."""
         context = multiprocessing.get_context("spawn")
         for name, config in configs.items():
             with context.Pool(1) as pool:

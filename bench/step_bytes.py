@@ -8,9 +8,9 @@ holds them in fp32 (the default). The second case holds them in bf16. The third 
 The fourth case is like the third, but with the weights in RAM. Each case runs with three sizes of the RAM tier: the
 minimum, twice the minimum, and enough for everything.
 
-Claims, with the minimum: a step reads 16 bytes per parameter from the drive and writes 14 in the second case, reads 14
-and writes 12 in the third, and reads 10 and writes 10 in the fourth. Moved bytes equal planned bytes. Losses are
-bit-identical for all sizes of RAM.
+Claims, with the minimum: in the second case, a step reads 16 bytes per parameter from the drive and writes 14. In the
+third case, it reads 14 and writes 12. In the fourth case, it reads 10 and writes 10. Moved bytes equal planned bytes.
+Losses are bit-identical for all sizes of RAM.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def configs(case: Case, make: Any) -> Iterator[tuple[str, RunConfig]]:
 
 
 def measure(name: str, targets: Case | None, config: RunConfig, report: Report) -> float:
-    """Run two steps, print the rows about their bytes, and return the second loss."""
+    """Run two steps, print rows about the moved bytes, and return the second loss."""
     with Ours(config, 2) as side:
         for micro_batches in islice(batches(config), 2):
             loss = side.step(micro_batches, LR).loss

@@ -108,7 +108,7 @@ def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
 
 
 def ceilings(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield a loop for each memory layout of the AdamW kernel. It only moves data, with the kernel's threads."""
+    """Yield a loop for each memory layout of the AdamW kernel. The loop only moves data, on the kernel's threads."""
     for name, kernel, arrays in (
         ("fp32", _ceiling_whole, ("weight", "m", "v")),
         ("split", _ceiling_split, ("high", "low", "m", "v")),
@@ -124,7 +124,7 @@ def _run_cut(kernel: Callable[..., None], flats: list[np.ndarray[Any, Any]], thr
 
 
 def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield our optimizers: AdamW in every format, once also with the norm, and the others on split masters."""
+    """Yield our optimizers: AdamW in every format (in one also with the norm), and the others on split masters."""
     adamw = AdamW(*BETAS, EPS, threads=threads)
     for name in ("fp32", "split"):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):

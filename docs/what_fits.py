@@ -604,7 +604,7 @@ def tables_page(
     """Return the page with all rows.
 
     Args:
-        known_only: Whether to omit rows that are not planned yet, and list them on the page.
+        known_only: Whether to omit models and published figures without planned rows, and name them on the page.
     """
     shown = shown_of(models, machines, rows, "all", known_only=known_only)
     beside = [each for each in PUBLISHED if not known_only or each.case in rows]

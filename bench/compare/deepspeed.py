@@ -185,7 +185,7 @@ class Comparison:
         return SideProcess(python, asdict(job), self._scratch / f"{name}.log")
 
     def _take_turns(self, sides: Mapping[str, SideProcess]) -> Rounds:
-        """Run all rounds, each beginning with a different side. Return each side's measurements, including warm-up."""
+        """Run all rounds, each starting with a different side. Return the measurements by side, including warm-up."""
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for number in range(1 + self._num_rounds):
             names = list(rounds)

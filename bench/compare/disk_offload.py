@@ -250,9 +250,9 @@ class Comparison:
         return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
-        """Return the accelerate side, warmed up, and its job. The side's peak memory is as close to ours as possible.
+        """Start and warm up the accelerate side, and return it with its job.
 
-        With the option ``--max-memory``, use its value instead of trying several.
+        Unless ``--max-memory`` is given, try several values, and use the one with the peak memory nearest to ours.
         """
         job = replace(self._job, side=ACCELERATE)
         if self._max_memory:

@@ -99,7 +99,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
 
 
 def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
-    """Return a config that trains two rows of a file per step, with transformers' exclusions from weight decay."""
+    """Return a config for steps of two rows of a file. Like transformers, it does not decay biases and norms."""
     values = config.model_dump()
     values["output_dir"], values["run_name"] = output_dir, output_dir.name
     values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}

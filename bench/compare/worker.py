@@ -54,10 +54,7 @@ class Job:
     meeting: str = ""
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
-        """Return a step's micro-batches. They are the same in every step, so that the loss shows the effect of updates.
-
-        The tensors have the shape [rows, length].
-        """
+        """Return a step's micro-batches. All steps have the same ones, so that the loss shows the effect of updates."""
         num_micro_batches, rows, length = self.shape
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         generator = torch.Generator().manual_seed(1)

@@ -24,7 +24,7 @@ BUCKET_ELEMENTS = 5_000_000
 
 
 class Zero3Side:
-    """Side that runs steps of DeepSpeed with bf16 layers, fp32 masters and moments.
+    """Side that runs steps of DeepSpeed with bf16 layers, and fp32 masters and moments.
 
     Nothing is recomputed, which favors DeepSpeed.
     """
@@ -49,7 +49,7 @@ class Zero3Side:
         return {"num_parameters": self._num_parameters, "state_memory": self._state_memory}
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Run consecutive steps. The part "update" is the time from the end of a step's last backward."""
+        """Run consecutive steps. The part "update" is the time from a step's last backward to the end of the step."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         loss, update_s = 0.0, 0.0
         for all_micro_batches in batches:

@@ -130,7 +130,7 @@ class OursSide:
 
 
 def planned_peak(placement: Placement, tier: str) -> int:
-    """Return the most bytes that a tier is planned to hold: homes, workspace, and buffers for copies.
+    """Return the maximum bytes that a tier is planned to hold: homes, workspace, and buffers for copies.
 
     The result can exceed ``peak_bytes``, which is the minimum that the plan needs.
     """

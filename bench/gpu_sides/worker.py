@@ -31,7 +31,7 @@ class Side(Protocol):
     """Protocol of a trainer that is ready to run steps."""
 
     def about(self) -> dict[str, Any]:
-        """Return facts for the report: at least ``num_parameters``, and ``optimizer``: its name and precision."""
+        """Return facts for the report: at least ``num_parameters``, and ``optimizer`` (its name and precision)."""
         ...
 
     def step(self, *, is_last: bool) -> StepSeen:

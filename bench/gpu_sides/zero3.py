@@ -34,7 +34,7 @@ class Zero3Side:
         return {"num_parameters": self._num_parameters, "optimizer": "DeepSpeedCPUAdam, fp32 master and moments"}
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Run one step. The part "update" is the time from the end of the last backward."""
+        """Run one step. The part "update" is the time from the last backward to the end of the step."""
         loss, update_s = 0.0, 0.0
         for batch in self._batches:
             term = self._engine(**batch, use_cache=False).loss

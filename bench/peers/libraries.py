@@ -42,7 +42,7 @@ _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIO
 
 
 class KvikioSide(Side):
-    """kvikio with fast settings (4 threads, 16 MiB tasks, O_DIRECT for reads and writes) and our slots' memory."""
+    """kvikio with fast settings: 4 threads, 16 MiB tasks, O_DIRECT for reads and writes, and memory like our slots'."""
 
     name = "kvikio"
 

@@ -10,7 +10,7 @@ The size of a slot must be known before its contents. The ledger therefore assum
 be compressed; contents that do not compress are stored uncompressed. ``stored_bytes`` is the memory that is really
 used. To save memory through compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. This tier has a
 capacity of 1 GiB and takes at most 700 MiB of memory. If a block does not fit into this memory, it stays complete and
-readable in the faster tier, and the caller that waits for its write gets an error, as with a full drive.
+readable in the faster tier. As with a full drive, the caller that waits for the write gets an error.
 """
 
 from __future__ import annotations

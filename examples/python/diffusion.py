@@ -27,7 +27,7 @@ COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, 
 
 
 def model_folder(folder: Path) -> Path:
-    """Return a folder with the parts of a Flux pipeline; create it at the first call."""
+    """Return a folder with the parts of a tiny Flux pipeline. The first call creates the folder."""
     if folder.exists():
         return folder
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 Blocks that do not fit are in files. They are fetched one at a time, while the previous block is in use. Logits and
 tokens match those with a cache in memory, bit for bit.
-``python examples/python/kv_cache.py`` runs it.
+Run ``python examples/python/kv_cache.py``.
 """
 
 import tempfile

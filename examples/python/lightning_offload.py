@@ -22,7 +22,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def rows(num_tokens: int = 64) -> list[Tensor]:
-    """Return the token ids of chapter 1 of Moby Dick, in rows of ``num_tokens``."""
+    """Return rows of ``num_tokens`` token ids from chapter 1 of Moby Dick."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model", model_max_length=1_000_000)
     ids = torch.tensor(tokenizer((QUICKSTART / "loomings.txt").read_text(encoding="utf-8"))["input_ids"])
     return [row for row in ids.split(num_tokens) if len(row) == num_tokens]

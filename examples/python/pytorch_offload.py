@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def model_folder(folder: Path) -> Path:
-    """Return a folder with a model; create it at the first call."""
+    """Return a folder with a model. The first call creates the folder."""
     if not folder.exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART / "model")).save_pretrained(folder)
@@ -27,7 +27,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def batches(num_rows: int = 8, num_tokens: int = 64) -> list[Tensor]:
-    """Return the token ids of chapter 1 of Moby Dick, in batches of (num_rows, num_tokens)."""
+    """Return token ids from chapter 1 of Moby Dick, in batches of shape (num_rows, num_tokens)."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model", model_max_length=1_000_000)
     ids = torch.tensor(tokenizer((QUICKSTART / "loomings.txt").read_text(encoding="utf-8"))["input_ids"])
     size = num_rows * num_tokens

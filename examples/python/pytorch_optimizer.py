@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
 def batches(num_rows: int = 8, num_tokens: int = 64) -> list[Tensor]:
-    """Return the token ids of chapter 1 of Moby Dick, in batches of (num_rows, num_tokens)."""
+    """Return token ids from chapter 1 of Moby Dick, in batches of shape (num_rows, num_tokens)."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model", model_max_length=1_000_000)
     ids = torch.tensor(tokenizer((QUICKSTART / "loomings.txt").read_text(encoding="utf-8"))["input_ids"])
     size = num_rows * num_tokens

@@ -7,7 +7,7 @@ steps use the answers in the data. ``--resume`` continues from the trainer's las
 
 The teacher is frozen. It takes 2 bytes per parameter in bf16, and only one of its layers is in memory at a time. If the
 teacher exceeds RAM, load it from its folder directly into the store: replace the line that creates it and the line that
-offloads it by megatrain's ``load_pretrained(folder, store, name="teacher", trainable=False)``.
+offloads it with megatrain's ``load_pretrained(folder, store, name="teacher", trainable=False)``.
 """
 
 import argparse
