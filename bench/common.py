@@ -27,7 +27,8 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 def hardware() -> dict[str, Any]:
     """Return this machine's processor, number of usable CPUs, torch threads, RAM in bytes, and GPU or None."""
-    from megatrain.machine.profiles import cpu_name  # late, as processes that measure their memory import this file
+    # Import late, because processes that measure their own memory import this file.
+    from megatrain.machine.profiles import cpu_name
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

@@ -181,7 +181,7 @@ class Comparison:
         self._layers = arguments.layers
 
     def run(self) -> None:
-        """Run all sides. Plain PyTorch runs first, because the number of layers that fit it applies to all sides."""
+        """Run all sides. Plain PyTorch runs first, because its memory use determines how many layers all sides have."""
         sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
         found: dict[str, Mapping[str, Any]] = {}
         for number, side in enumerate(sides):
