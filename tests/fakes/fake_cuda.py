@@ -1,9 +1,9 @@
 """Fake CUDA tensors on a machine without a GPU, so that every machine can trace a plan for a GPU.
 
-A plan for a GPU runs the engine on torch's fake tensors with the device ``cuda``. This module replaces two things. It
-chooses the attention kernel, because a build without CUDA has none. It also hides the device from autograd, which would
-ask a driver for the streams of ``cuda`` tensors. To C++ code, the tensors report ``lazy``, a device type without
-streams. If C++ code requests tensors on ``lazy``, they are made on ``cuda``.
+To plan a run on a GPU, the engine runs on torch's fake tensors with the device ``cuda``. On a machine without a GPU,
+this module changes two things. It chooses the attention kernel, because a torch build without CUDA cannot. It also
+hides the device from autograd, which would ask a driver for the streams of ``cuda`` tensors. To C++ code, the tensors
+report ``lazy``, a device type without streams. If C++ code requests tensors on ``lazy``, they are made on ``cuda``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _torch_attention = functional.scaled_dot_product_attention
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Make fake tensors on "cuda" possible within the context. On a machine with a real GPU, nothing changes."""
+    """Enable fake tensors on "cuda" within the context. On a machine with a real GPU, change nothing."""
     with nullcontext() if torch.cuda.is_available() else _in_place():
         yield
 
@@ -51,7 +51,7 @@ def _in_place() -> Iterator[None]:
         return mode_dispatch(mode, func, types, _from_cpp(args), _from_cpp(kwargs or {}))
 
     stands_for = {
-        (bound_unit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # uses real memory
+        (bound_unit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # is a real tensor
         (fake_tensor.FakeTensor, "__torch_dispatch__"): classmethod(dispatch_tensor),
         (fake_tensor.FakeTensorMode, "__torch_dispatch__"): dispatch_mode,
         (fake_tensor.FakeTensorMode, "avoid_device_init"): property(lambda mode: True),
@@ -91,7 +91,8 @@ def _attention(
 ) -> Tensor:
     """Call the kernel that SDPA would choose on an H100 in deterministic mode.
 
-    This is flash attention for 16-bit inputs with equal head sizes and no mask, else memory-efficient attention.
+    This is flash attention for 16-bit inputs with equal head sizes and no mask, and memory-efficient attention
+    otherwise.
     """
     if query.device.type != "cuda":
         return _torch_attention(

@@ -37,15 +37,16 @@ GPU_TIER_BYTES = 64 * MiB
 
 @contextmanager
 def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> Iterator[VirtualCuda]:
-    """Make ``device = "cuda"`` select a software device of this size in the whole program.
+    """Make ``device = "cuda"`` select a software device of this size throughout the program.
 
-    An integrated device uses the host's memory: ``tiered.ext.UnifiedTier`` lets it compute in place.
+    An integrated device shares the host's memory, and computes in place on the slots of ``tiered.ext.UnifiedTier``.
     """
     device = VirtualCuda(total_bytes, is_integrated=is_integrated)
     trace = keeping(_trace_on_cpu) if is_keeping(traced.trace_visits) else _trace_on_cpu
     patches = [
         # Trace on the CPU, whose kernels the software device uses. If torch was built without CUDA, fake tensors on
-        # "cuda" crash the process. The device's mode would also allocate memory for a trace's fake tensors.
+        # "cuda" crash the process. The software device's dispatch mode would also allocate memory for a trace's fake
+        # tensors.
         mock.patch.object(traced, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
         # torch's C++ code creates this tensor, and does not know the software device.
@@ -177,7 +178,8 @@ def no_waits_allowed() -> Iterator[None]:
     """Make torch raise an error if an operation synchronizes the host with the GPU."""
     try:
         with warnings.catch_warnings():
-            # torch warns once per process, after it has set the mode. Tests turn warnings into errors, so ignore it.
+            # torch warns once per process, after it has set the mode. Tests turn warnings into errors, so ignore this
+            # warning.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         yield

@@ -26,7 +26,7 @@ class FakeHub:
         models: Files of each model, by model id. Requests for models of the owner ``gated`` are refused.
         commit: Commit hash of all models.
         asked: (method, path, range) of each request for file contents.
-        cut: By file name, the offset in the file at which each connection breaks.
+        cut: Offset at which every download of a file breaks off, by file name.
         sent: Uploaded contents, by model id and path.
         lfs: Contents of uploaded LFS files, by SHA-256.
     """

@@ -1,10 +1,11 @@
-"""A fake CUDA device that delays all work until the host waits for it, which reveals missing synchronization.
+"""A fake CUDA device that delays all work until the host waits. This reveals missing synchronization.
 
-Kernels and copies are queued on streams. When the host waits for an event, only the work before the event runs, on its
-stream and on the streams that it waits for. A copy that does not wait for its kernel therefore always moves stale
-bytes. A kernel whose slot was reused too early always reads a different block.
+Kernels and copies are queued on streams. When the host waits for an event, only work that must precede the event runs.
+This is work on the event's stream, and on streams for which that stream waits. A copy that does not wait for the kernel
+that writes its source therefore always moves stale bytes. A kernel whose slot was reused too early always reads a
+different block.
 
-Device memory is host memory. The store, tiers, links and leases are real, including their threads.
+Host memory stands in for device memory. The store, tiers, links and leases are real, including their threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LazyDevice:
     """Device whose streams and events replace torch's in the context ``in_place``.
 
     Attributes:
-        num_trims: Number of calls of ``torch.cuda.empty_cache``.
+        num_trims: Number of calls to ``torch.cuda.empty_cache``.
         num_run: Number of executed kernels and copies.
     """
 
@@ -72,7 +73,7 @@ class LazyDevice:
         self.current_stream().queue(kernel)
 
     def gate(self) -> Gate:
-        """Queue a kernel on the current stream that ends only after the test has opened the returned gate."""
+        """Block the current stream with a kernel that ends only after the test opens the returned gate."""
         gate = Gate(self)
         self.current_stream().queue(gate)
         return gate
@@ -94,7 +95,7 @@ class LazyDevice:
 
     @contextmanager
     def in_place(self) -> Iterator[LazyDevice]:
-        """Replace torch's CUDA functions with this device within the context."""
+        """Replace torch's CUDA functions with this device's within the context."""
         names = {
             "Stream": self.stream,
             "Event": self.event,
@@ -129,7 +130,7 @@ class LazyStream:
         self._device = device
         self.work: list[Callable[[], Any]] = []
         self.num_done = 0
-        self._behind: dict[LazyStream, int] = {}  # stream -> number of its items that precede new work here
+        self._behind: dict[LazyStream, int] = {}  # stream -> number of its items that run before new work on this one
         self._runner: int | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
@@ -152,7 +153,7 @@ class LazyStream:
         self.wait_event(event)
 
     def is_behind(self, stream: LazyStream, stop: int) -> bool:
-        """Return whether new work on this stream runs after the first ``stop`` items of another stream."""
+        """Return whether new work on this stream runs after the first ``stop`` items of ``stream``."""
         return stream is self or stream.num_done >= stop or self._behind.get(stream, 0) >= stop
 
     def all_before(self) -> dict[LazyStream, int]:
@@ -184,7 +185,7 @@ class LazyStream:
 
 
 def _done() -> None:
-    """Replace finished work, so that the objects that it references can be freed."""
+    """Do nothing. Replaces finished work in a stream's list, so that objects referenced by the work can be freed."""
 
 
 class LazyEvent:

@@ -36,10 +36,10 @@ def _forget() -> dict[str, ModuleType]:
 
 
 def complete_interpreter() -> None:
-    """Add functions that liger-kernel needs to Triton's interpreter, for the rest of the process.
+    """Add to Triton's interpreter the functions that liger-kernel needs, for the rest of the process.
 
-    TRITON_INTERPRET=1 must be set before the process first imports Triton. Inputs must be fp32, because numpy has no
-    bfloat16, unless a kernel itself converts the values that it loads to fp32.
+    TRITON_INTERPRET=1 must be set before the process first imports Triton. numpy has no bfloat16, so inputs must be
+    fp32. Other inputs work only in kernels that convert loaded values to fp32 themselves.
     """
     import numpy as np
     import triton.language as tl

@@ -20,7 +20,7 @@ class ObjectsTier(run_tiers.RunTier):
 
     Args:
         url: URL in fsspec's format.
-        capacity_bytes: Size of the tier in bytes, shared by all processes.
+        capacity_bytes: Total size of the tier in bytes, divided equally among the processes of a host.
     """
 
     name = NAME

@@ -6,7 +6,7 @@
     VIRTUAL_GPU_INTEGRATED=1 python tests/fakes/on_virtual_gpu.py -m cli run run.toml
 
 Takes the same arguments as the Python interpreter: a file, ``-m MODULE`` or ``-c CODE``, followed by the program's
-arguments. Times are meaningless, so the measurements of ``doctor`` are stored separately from the real machine's rates.
+arguments. Times are meaningless, so measurements by ``doctor`` are stored separately from the real machine's rates.
 """
 
 from __future__ import annotations

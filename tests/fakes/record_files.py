@@ -19,7 +19,7 @@ from fakes.recorded_disk import ROOT, Names, Operation, Recording, Resize, Sync,
 
 
 class _Recorder:
-    """Recorder of the effects of file operations, which run one at a time. Thread-safe."""
+    """Thread-safe recorder of the effects of file operations. The operations run one at a time."""
 
     def __init__(self, root: Path) -> None:
         self.root = os.path.realpath(root)
@@ -40,7 +40,7 @@ class _Recorder:
         return text[len(self.root) + 1 :] if text.startswith(self.root + "/") else None
 
     def at(self, relative: str) -> tuple[int, str, int | None]:
-        """Return the folder's number, the name in it, and the item's number (None if the path does not exist)."""
+        """Return the parent's number, the name in it, and the item's number (None if the path does not exist)."""
         *parts, name = relative.split("/")
         folder = ROOT
         for part in parts:

@@ -11,7 +11,7 @@ from typing import Literal
 
 ROOT = 0  # the number of the recorded folder itself
 
-# A number identifies each file, folder and symbolic link, independent of its names.
+# A number identifies each file, folder and symbolic link, independently of its names.
 Change = tuple[int, str, int | None]  # (folder's number, name, number of the named item, or None if removed)
 
 
@@ -123,7 +123,7 @@ class Disk:
 
 @dataclass
 class Recording:
-    """Initial tree, which counts as flushed, and all operations after it."""
+    """Initial file tree, which counts as flushed, and all later operations."""
 
     root: Path
     start: Disk
@@ -131,7 +131,7 @@ class Recording:
     new: Disk = field(default_factory=Disk)  # items created during the recording; files and folders are empty
 
     def blank(self) -> Disk:
-        """Return the initial tree, plus all items that were created later, without contents or names."""
+        """Return the initial tree, plus all items created later, which have no contents or names yet."""
         disk = self.start.copy()
         disk.folders |= {number: {} for number in self.new.folders if number != ROOT}
         disk.files |= {number: bytearray() for number in self.new.files}
@@ -241,9 +241,9 @@ def _write_torn(disk: Disk, operation: Write, survival: Survival, chance: random
 
 
 def _journal_end(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> int:
-    """Return the index of the first operation after the journal's end.
+    """Return the index of the first operation that is missing from the journal on disk.
 
-    A flush writes the journal up to the last change of the flushed item.
+    Flushing an item writes the journal at least up to the item's last change.
     """
     changed: dict[int, int] = {}  # item's number -> index of the last change of its names or entries
     least = most = 0

@@ -1,8 +1,8 @@
 """A rollout engine on the CPU, which serves a real model at the vLLM HTTP endpoints that TRL's client uses.
 
-TRL's ``VLLMClient`` and ``VLLMGeneration`` run unchanged. NCCL needs GPUs, so the weights go through a socket, in the
-order that ``/update_weights`` announced. Like vLLM's packed NCCL sender, the sender collects several tensors before it
-sends them.
+TRL's ``VLLMClient`` and ``VLLMGeneration`` run unchanged, except for the transfer of weights. NCCL needs GPUs, so the
+weights go through a socket, in the order announced to ``/update_weights``. Like vLLM's packed NCCL sender, the sender
+collects several tensors before it sends them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKED = 5  # number of tensors that are collected before they are sent
 
 
 class RolloutServer:
-    """Server of a model. ``received`` has the tensor names of each update, ``calls`` the path of each request.
+    """Server for a model. ``received`` lists the tensor names of each update, and ``calls`` the path of each request.
 
     Args:
         model: Plain model, whose weights the updates replace.
@@ -96,7 +96,7 @@ class RolloutServer:
 
     @torch.no_grad()
     def _choices(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield, for each prompt, the greedy answer and ``n`` - 1 answers that begin with the next likeliest tokens."""
+        """Yield each prompt's greedy answer, then ``n`` - 1 answers that begin with the next most likely tokens."""
         for prompt in request["prompt"]:
             for number in range(request["n"]):
                 ids, logprobs = list(prompt), list[float]()

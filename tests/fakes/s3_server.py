@@ -16,7 +16,7 @@ import pytest
 
 @dataclass
 class Line:
-    """Proxy in front of the server, which forwards all bytes until a fault is set.
+    """Proxy in front of the server. It forwards all bytes until a fault is set.
 
     Attributes:
         port: Proxy's port on the loopback address.
@@ -102,7 +102,10 @@ class S3:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
-    """Start the server with the bucket "bucket". Environment variables direct clients to the proxy."""
+    """Run the server within the context, with a bucket named "bucket".
+
+    Environment variables direct clients to the proxy.
+    """
     pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
     moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Random values, and the positions where they can replace a value of a valid JSON document."""
+"""Random values, and the positions where they can replace a value in a valid JSON document."""
 
 from __future__ import annotations
 

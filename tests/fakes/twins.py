@@ -1,4 +1,7 @@
-"""Simulated collectives in one process. All ranks have the same micro-batches: each peer sends the caller's data."""
+"""Simulated collectives in one process.
+
+All ranks have the same micro-batches, so every peer sends a copy of the caller's data.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Twins:
 
     @classmethod
     def of(cls, world: World) -> Any:
-        """Return a factory that replaces the class ``Collectives`` for a world of this size."""
+        """Return a factory that replaces the class ``Collectives`` for a world of the same size."""
         return lambda tier, num_hosts: cls(world.size)
 
     def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> None:
@@ -41,7 +44,7 @@ class Twins:
             if len(part) == sent_lengths[self.rank]:
                 part.copy_(sent[: len(part)])
             else:
-                part.zero_()  # a peer can have more sums than this rank
+                part.zero_()  # a peer may send more sums than this rank
 
     def gather_objects(self, item: Any) -> list[Any]:
         return [item] * self.size

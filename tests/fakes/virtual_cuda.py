@@ -1,10 +1,10 @@
-"""A software CUDA device: its tensors report ``cuda``, and its kernels run as late as allowed.
+"""A software CUDA device: its tensors report ``cuda``, and its kernels run as late as possible.
 
 A test with host memory instead of GPU memory misses some errors. Like a real device, this device raises an error if an
 operation mixes host and device tensors. It also does so if host code takes the address of device memory or, with
 ``torch.cuda.set_sync_debug_mode("error")``, if an operation makes the host wait. Kernels and copies are queued on the
-current stream, as in ``fakes.lazy_device``, and run when the host waits for later work. A copy that does not wait for
-its kernel therefore moves stale bytes.
+current stream, as in ``fakes.lazy_device``, and run only when the host waits for them or for later work. A copy that
+does not wait for the kernel that writes its source therefore moves stale bytes.
 
 Freed memory can be reused immediately, as in torch's caching allocator. The device raises an error if work that is
 queued on the memory could then race (``fakes.virtual_tensor.ReusedMemory``).
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 
 _ILLEGAL_ADDRESS, _ALREADY_REGISTERED, _NOT_REGISTERED = 700, 712, 713
 
-#: Operations whose result the host needs immediately, so it waits for them.
+#: Operations whose result the host needs immediately, so the host waits for them.
 _LOOKS = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -63,7 +63,7 @@ _LOOKS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
-#: torch only sets a flag on the tensor for these views. ``VirtualTensor`` has no such flags, so compute the result.
+#: For these views, torch only sets a flag on the tensor. ``VirtualTensor`` has no such flags, so compute the result.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 #: Half-precision matrix products with an fp32 result -> the same operation for fp32 matrices.
 _SUMMED_IN_FP32 = {aten.mm.dtype_out: aten.mm.out, aten.addmm.dtype_out: aten.addmm.out}
@@ -75,7 +75,7 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 
 
 class VirtualCuda(LazyDevice):
-    """A CUDA device that replaces torch's in the context ``in_place``.
+    """CUDA device that replaces torch's in the context ``in_place``.
 
     Args:
         total_bytes: Size of the device memory, as ``mem_get_info`` reports it.
@@ -86,7 +86,7 @@ class VirtualCuda(LazyDevice):
         peak_bytes: Maximum of ``allocated_bytes`` so far.
         others_bytes: Size of the device memory that other programs use.
         num_calls: Number of calls from the host to the device.
-        last_call: Number of the call at which the device fails, or None. All later calls also fail, as after an
+        last_call: Value of ``num_calls`` at which the device fails, or None. All later calls also fail, as after an
             illegal memory access or a hardware fault.
         waits: Names of operations that made the host wait.
         allows_addresses: Whether code may read tensor addresses. Only tests set this, because the program must not.
@@ -133,7 +133,7 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(_Dispatch(self))
             yield self
             self.synchronize()
-            gc.collect()  # frees page-locked memory in reference cycles now, because this calls the device
+            gc.collect()  # frees page-locked memory in reference cycles now, because freeing it calls the device
 
     def _functions(self) -> dict[str, Any]:
         properties = SimpleNamespace(
@@ -269,7 +269,7 @@ class VirtualCuda(LazyDevice):
     # -- operations --------------------------------------------------------------------------------------------
 
     def tensor(self, memory: Tensor, allocation: Allocation | None = None) -> VirtualTensor:
-        """Return a device tensor with the contents of ``memory``: a view of ``allocation``, if it is given."""
+        """Return a device tensor with the contents of ``memory``. If ``allocation`` is None, make a new allocation."""
         return VirtualTensor(memory, allocation or Allocation(self, memory.untyped_storage().nbytes()))
 
     def view_of_host(self, memory: Tensor, device: Any) -> Tensor:
@@ -278,7 +278,10 @@ class VirtualCuda(LazyDevice):
         return self.tensor(memory, Allocation(self, 0))
 
     def wait(self, name: str) -> None:
-        """Block the host until the current stream has finished, because of the operation ``name``."""
+        """Block the host until the current stream has finished, or raise an error if waits are forbidden.
+
+        ``name`` is the operation that causes the wait.
+        """
         if self._forbids_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
         self.waits.append(name)
@@ -290,7 +293,8 @@ class VirtualCuda(LazyDevice):
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default:
             return self._to_copy(*args, **kwargs)
-        # megatrain's operators give a trace their maximum output size. At run time, the host waits for the actual size.
+        # In a trace, outputs of megatrain's operators have their maximum size. At run time, the host waits for the
+        # actual size.
         if func in _LOOKS or func.namespace == "megatrain" or self._looks_at_mask(func, args):
             self.wait(str(func))
             return self._wrap_new(self._run(func, args, kwargs))
@@ -312,7 +316,10 @@ class VirtualCuda(LazyDevice):
                 self.memory.use(value.allocation, stream)
 
     def _multiply_half(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Multiply half-precision matrices to an fp32 result. The CPU has no kernel for this, so convert them first."""
+        """Multiply half-precision matrices with an fp32 result.
+
+        The CPU has no kernel for this, so convert the inputs first.
+        """
         *args, out_dtype = args
         assert out_dtype == torch.float32, out_dtype
         wide = [self.launch_op(aten._to_copy.default, (arg,), {"dtype": torch.float32}) for arg in args]
@@ -324,7 +331,10 @@ class VirtualCuda(LazyDevice):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def _from_host(self, func: Any, args: Any) -> Any:
-        """Replace allowed host tensors in the arguments with clones of their current values, and reject the others."""
+        """Replace permitted host tensors in the arguments with clones of their current values.
+
+        Reject other host tensors.
+        """
 
         def check(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, VirtualTensor):
@@ -355,7 +365,7 @@ class VirtualCuda(LazyDevice):
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             shapes = result_on_meta(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):  # the shape depends on values, or meta does not support the dtype
+        except (RuntimeError, NotImplementedError):  # shape depends on values, or meta tensors lack the dtype
             self.current_stream().synchronize()
             return self._wrap_new(self._run(func, args, kwargs))
         made = map_leaves(lambda t: self.tensor(like(t)) if isinstance(t, Tensor) else t, shapes)
@@ -363,7 +373,10 @@ class VirtualCuda(LazyDevice):
         return made
 
     def _raise_last_error(self) -> None:
-        """Raise this thread's last CUDA runtime error. After a kernel launch, torch reports errors of earlier calls."""
+        """Raise this thread's last CUDA runtime error, if any.
+
+        At a kernel launch, torch reports errors from earlier calls.
+        """
         number, self._last_error.number = getattr(self._last_error, "number", 0), 0
         if number:
             raise RuntimeError(f"CUDA error: {number}")
@@ -404,7 +417,7 @@ class VirtualCuda(LazyDevice):
     def _run(self, func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
             args, kwargs = memories(args), on_host(memories(kwargs))
-            if func is aten.histc.default and not args[0].is_floating_point():  # the CPU counts only floats
+            if func is aten.histc.default and not args[0].is_floating_point():  # the CPU kernel accepts only floats
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             if seed is None:
                 return func(*args, **kwargs)
@@ -473,7 +486,7 @@ class _Dispatch(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, because this mode implements a device, and does not observe operations like a user's mode."""
+        """Return True, because this mode implements a device. A user's mode would only observe operations."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

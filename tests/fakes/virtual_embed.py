@@ -1,8 +1,8 @@
-"""Support for ``megatrain.offload`` on a software CUDA device, whose tensors are of a Python class.
+"""Support for ``megatrain.offload`` on a software CUDA device, whose tensors are instances of a Python class.
 
-To move a host parameter to a device, torch sets its ``data``, but it rejects data of a different tensor class. These
-replacements swap the parameter with a new device parameter instead. The parameter then remains a ``VirtualTensor``,
-whether its contents are present or absent.
+To move a host parameter to a device, torch sets the parameter's ``data``, but rejects data of a different tensor class.
+These replacements swap the parameter with a new device parameter instead. The parameter then remains a
+``VirtualTensor``, whether its contents are present or absent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "StoredParameter": _Stored,
         "make_placeholder": _make_placeholder,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
-        "count_references": lambda tensor: 0,  # references from queued kernels are not uses by the program
+        "count_references": lambda tensor: 0,  # ignores references from queued kernels
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "allows_addresses", True))
@@ -94,7 +94,7 @@ def _replace(stack: ExitStack, modules: Sequence[ModuleType], stand_ins: Mapping
 
 
 class _Storage:
-    """Stand-in for the storage of a device tensor, because torch does not support storages of such tensors."""
+    """Stand-in for the storage of a device tensor, because torch does not support storages for such tensors."""
 
     device = DEVICE
 

@@ -21,7 +21,7 @@ INSIDE = torch.device("lazy", 0)
 
 
 class VirtualTensor(Tensor):
-    """Tensor on the device. ``memory`` is the host tensor with its contents, once the pending kernels have run."""
+    """Tensor on the device. ``memory`` is a host tensor that has the contents once all pending kernels have run."""
 
     memory: Tensor
     allocation: Allocation
@@ -64,16 +64,16 @@ class VirtualTensor(Tensor):
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of ``memory``, which views share. torch's storage of a wrapper tensor is not shared."""
+        """Return the storage of ``memory``, which views share. torch would give each wrapper tensor its own storage."""
         return self.memory.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def tolist(self) -> Any:
-        """Copy to the host first. torch does this internally, but not for tensor subclasses.
+        """Return the values as nested lists. torch copies tensors to the host internally, but not tensor subclasses.
 
-        Function modes can still override the call, which they recognize by the inner function's name.
+        Function modes can still override the call. They recognize it by the name of the inner function.
         """
 
         def tolist(tensor: Tensor) -> Any:
@@ -116,7 +116,8 @@ class Allocation:
     """Device memory that lives as long as any tensor in it.
 
     Attributes:
-        stream: Stream on which the memory was allocated. Once freed, it can serve later requests on that stream.
+        stream: Stream on which the memory was allocated. Once freed, the memory can serve later requests on that
+            stream.
         uses: By stream, the number of work items up to the last kernel or copy that uses the memory.
         recorded: Streams passed to ``record_stream``. The allocator waits for them before it reuses the memory.
         first: Number of work items on ``stream`` that may still access the memory for a previous owner.
@@ -141,9 +142,9 @@ class ReusedMemory:
     """Model of torch's caching allocator, which immediately reuses freed memory on the stream that allocated it.
 
     The allocator ignores work on other streams. A later request on the same stream can get any freed memory of at least
-    its size. This class raises an error if kernels could then race. This is the case if another stream has work on the
-    memory that the requesting stream does not wait for. It is also the case if the new owner first uses the memory on a
-    stream that does not wait for the previous owners.
+    its size. This class raises an error if kernels could then race, which can happen in two ways. First, another stream
+    has work queued on the memory, and the requesting stream does not wait for it. Second, the new owner uses the memory
+    on a stream that does not wait for the previous owners' work.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -159,7 +160,10 @@ class ReusedMemory:
                     found[stream] = max(stop, found.get(stream, 0))
 
     def hand_out(self, stream: LazyStream, nbytes: int) -> int:
-        """Return ``Allocation.first`` for a request. Raises ``AssertionError`` if another stream may use the memory."""
+        """Return ``Allocation.first`` for a request.
+
+        Raises ``AssertionError`` if work on another stream may still use the memory.
+        """
         if not nbytes:
             return 0
         with self._lock:
@@ -174,7 +178,7 @@ class ReusedMemory:
     def use(self, allocation: Allocation, stream: LazyStream) -> None:
         """Record that the next work on ``stream`` uses an allocation.
 
-        Raises ``AssertionError`` if work of a previous owner may still use the memory.
+        Raises ``AssertionError`` if a previous owner's work may still use the memory.
         """
         with self._lock:
             assert stream.is_behind(allocation.stream, allocation.first), (
@@ -212,7 +216,7 @@ def memories(values: Any) -> Any:
 
 
 def on_host(kwargs: Any) -> Any:
-    """Return a factory's keyword arguments, changed to make a host tensor."""
+    """Return a factory function's keyword arguments, changed to make a host tensor."""
     kept = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "layout")}
     return kept | ({"device": "cpu"} if is_ours(kwargs.get("device")) else {})
 
@@ -248,7 +252,7 @@ def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         found = func(*map_leaves(shape, memories(args)), **map_leaves(shape, memories(kwargs)))
-        if func is aten.native_layer_norm.default:  # the CPU's statistics have the weights' dtype, meta's are fp32
+        if func is aten.native_layer_norm.default:  # the CPU kernel returns statistics in the weights' dtype
             dtype = (args[0] if args[2] is None else args[2]).dtype
             return found[0], found[1].to(dtype), found[2].to(dtype)
         return found

@@ -25,7 +25,7 @@ _torch_to = Tensor.to
 
 
 def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace ``Tensor.to``, which asks the device guard for the index of a "cuda" device without one."""
+    """Replace ``Tensor.to``, which asks the device guard for an index if the argument is "cuda" without one."""
 
     def numbered(value: Any) -> Any:
         return DEVICE if isinstance(value, str | torch.device) and is_ours(value) else value
@@ -72,7 +72,7 @@ _torch_tensor = torch.tensor
 def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     """Replace ``torch.tensor``: create the tensor on the host, and then copy it to the device.
 
-    torch's version does both internally, and reads the values of tensors in ``data`` without a dispatch.
+    torch's version does both internally, and reads the values of tensors in ``data`` without dispatching.
     """
     if isinstance(data, list | tuple):
         data = map_leaves(lambda each: each.tolist() if isinstance(each, Tensor) else each, data)

@@ -52,7 +52,7 @@ class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Yield the counts of waiting operations that the calling thread runs in the context, including the backward."""
+    """Count the calling thread's operations that would make the host wait, also in a backward. Yield the counts."""
     counter = CountsWaits()
     with counter, mock.patch.multiple(torch.Tensor, **{name: _counting(name, counter.counts) for name in METHODS}):
         yield counter.counts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once; makes cuBLAS add in a fixed order
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read only once; makes cuBLAS add in a fixed order
 
 from fakes.gpu_run import virtual_gpu
 from fakes.virtual_cuda import VirtualCuda
@@ -17,7 +17,7 @@ from oracles.tiered_run import write_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with weights, config and tokenizer of the repository's 0.82 M parameter model."""
+    """Return a folder with weights, config and tokenizer of the repository's model with 0.82 M parameters."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 

@@ -1,10 +1,10 @@
-"""Trains a tiny model for two steps with GPU, RAM and NVMe tiers, to be run with compute-sanitizer::
+"""Trains a tiny model for two steps with GPU, RAM and NVMe tiers. Meant to run under compute-sanitizer::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/one_step.py
 
 Run this command in the root of the repository. It also works with ``--tool racecheck``, ``synccheck`` and
-``initcheck``. Without torch's memory cache, every buffer is a separate allocation. The sanitizer therefore detects a
-kernel or a copy that accesses memory outside its slot.
+``initcheck``. Without torch's memory cache, every buffer is a separate allocation. The sanitizer therefore detects any
+kernel or copy that accesses memory outside its slot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""If the GPU fails or its memory runs out, the run ends with one error message. The same command resumes it."""
+"""If the GPU fails or its memory runs out, the run ends with one error message. The same command resumes the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def failed(run: SavedRun, act: Callable[[VirtualCuda], object]) -> str:
     with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
         after_step(patch, AT, lambda: act(device))
         done = run.run(**TABLES)
-        device.last_call = None  # cleaning up calls the device
+        device.last_call = None  # cleanup calls the device
     assert done.exit_code == 1, done.output
     error = done.output[done.output.index("error:") :]
     assert "internal" not in error and "Traceback" not in error, error
@@ -106,9 +106,10 @@ def test_the_device_fails_in_the_middle(
 
 
 def test_lists_of_tensors_convert_during_and_after_the_device() -> None:
-    """Some models make tensors from lists of tensors.
+    """Lists of tensors can be converted to tensors while the software device is in place, and also afterwards.
 
-    If the device replaced ``Tensor.__getitem__``, this would fail for the rest of the process.
+    Some models need these conversions. If the device replaced ``Tensor.__getitem__``, they would fail for the rest of
+    the process.
     """
     with virtual_gpu():
         there = torch.arange(3, device="cuda")

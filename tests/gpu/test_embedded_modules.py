@@ -1,4 +1,4 @@
-"""``megatrain.offload`` on a GPU: losses match the plain model, and are bit-identical for every GPU tier size."""
+"""``megatrain.offload`` on a GPU: losses match the plain model's. Results are bit-identical for all placements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Store-backed optimizers with ordinary parameters on a GPU.
 
-Losses match torch's optimizers, and are bit-identical wherever the state is. Copies wait for the kernels before them.
+Losses match those of torch's optimizers, and are bit-identical wherever the state is stored. Copies wait for the
+kernels that precede them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def tiered(
         return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-# torch 2.11 or newer warns because hooks keep AccumulateGrad nodes of the stream on which the optimizer was created.
+# torch 2.11 and newer warn because hooks keep AccumulateGrad nodes of the stream on which the optimizer was created.
 # This is harmless, because the streams are synchronized.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,7 +97,7 @@ def test_losses_match_the_torch_optimizer(virtual: VirtualCuda | None, tmp_path:
 
 
 def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, tmp_path: Path) -> None:
-    """Results match torch's Muon and do not depend on where the state is, even if matrices are added later."""
+    """Results match torch's Muon, and do not depend on where the state is stored. Some matrices are added later."""
 
     def run(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[list[float], Tensor]:
         model = make_model(torch.float32)
@@ -120,7 +121,7 @@ def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, 
 
 
 def stepped(gradients: Sequence[Any]) -> Tensor:
-    """Return a parameter after one step per gradient. Each item of ``gradients`` is a function that makes one."""
+    """Return a parameter after one step per gradient. ``gradients`` holds functions that make gradients."""
     parameter = nn.Parameter(torch.zeros(64, 24, device="cuda"))
     with megatrain.open_store(ram="2MiB") as store:
         optimizer = megatrain.TieredAdamW([parameter], store=store, state=["ram"], max_grad_norm=0.0, **KERNELS)
@@ -132,7 +133,7 @@ def stepped(gradients: Sequence[Any]) -> Tensor:
 
 @pytest.mark.usefixtures("virtual")
 def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() -> None:
-    """The kernel that flattens a gradient is queued after the copy stream began to wait for the backward.
+    """The kernel that flattens a gradient is queued after the copy stream has begun to wait for the backward.
 
     The copy must therefore also wait for this kernel.
     """

@@ -1,4 +1,7 @@
-"""On a GPU, kept graphs and saved results do not change a bit, and kept graphs do not exceed their traced size."""
+"""On a GPU, steps are bit-identical with or without kept graphs and saved results.
+
+Kept graphs do not exceed the size computed from the trace.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use deterministic kernels, because otherwise any two steps would differ."""
+    """Use deterministic kernels, because otherwise any two steps could differ."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -86,7 +89,8 @@ def test_saved_results_on_a_device(what: str, family: str, dtype: torch.dtype, v
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedResults, "replay_calls", counted)
         saved_loss, saved_gradients, _ = step(config, dtype, (), **{what: range(1, 1 + config.num_hidden_layers)})
-    # Per layer: seven matrix products, and attention if its kernel is fused. Without a trace, no product is unneeded.
+    # Calls per layer: seven matrix products, and attention if it has a fused kernel. Without a trace, no product counts
+    # as unneeded.
     is_fused = virtual is not None or dtype != torch.float32
     each = 1 if what == "saved_attention" else 7 + is_fused
     assert num_calls == [each] * config.num_hidden_layers * NUM_MICRO_BATCHES

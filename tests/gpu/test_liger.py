@@ -1,4 +1,7 @@
-"""Steps with liger-kernel's norms and MLPs: the host does not wait, and bits do not depend on the placement."""
+"""Within steps with liger-kernel's norms and MLPs, the host does not wait.
+
+Results are bit-identical for all placements.
+"""
 
 from __future__ import annotations
 

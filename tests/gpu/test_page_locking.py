@@ -1,4 +1,4 @@
-"""If CUDA refuses a page lock or has lost it, later kernels report no error, and the slab can be closed."""
+"""If CUDA refuses a page lock or has lost one, later kernels report no error, and the slab can be closed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-N = 5_000_001  # elements of a block, which has two parts and is not a multiple of 4096 bytes
+N = 5_000_001  # elements of a block with two parts; its size is not a multiple of 4096 bytes
 
 
 @pytest.fixture

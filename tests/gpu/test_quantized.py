@@ -33,7 +33,7 @@ def test_unpacked_on_the_device_as_on_the_host(method: str, tmp_path: Path) -> N
     on_host = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
     block.packing.decode(packed, on_host)
     there, on_device = packed.to("cuda"), torch.zeros(layout.num_elements, dtype=torch.bfloat16, device="cuda")
-    block.packing.decode(there, on_device)  # the first call copies a table of 2 KiB
+    block.packing.decode(there, on_device)  # the first call copies a 2 KiB table to the device
     on_device.zero_()
     with no_waits_allowed():
         block.packing.decode(there, on_device)

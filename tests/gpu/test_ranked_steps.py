@@ -28,9 +28,9 @@ WORLD = World.local(0, 2)
 
 
 def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tables: str) -> tuple[Any, ...]:
-    """Run steps, the last two without a host wait.
+    """Run four steps. The last two must not make the host wait.
 
-    Return the loss and gradient norm of each step, and the number of visits by which weights are gathered ahead.
+    Return the loss and gradient norm of each step, and how many visits ahead the weights are gathered.
 
     Args:
         ahead: Whether weights are gathered ahead.

@@ -22,13 +22,13 @@ from tiered import parse_size
 NUM_STEPS = 2
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
-#: Each layer's norm is copied to the host while the device computes the next layer.
+#: Each layer's gradient norm is copied to the host while the device computes the next layer.
 BY_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
 
 
 @pytest.fixture(scope="module")
 def results_in_ram() -> dict[tuple[str, str], TieredRun]:
-    """Return an empty cache for results with all homes in RAM, by optimizer and dtype."""
+    """Return an empty cache for the results of runs with all homes in RAM, by optimizer and dtype."""
     return {}
 
 
@@ -77,7 +77,7 @@ def test_homes_in_gpu_memory_change_no_bit(
 def test_matrices_are_made_orthogonal_on_the_device(
     dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """Muon's products run on the device, wherever blocks are at home.
+    """Muon's matrix products run on the device, in whichever tier the blocks have their homes.
 
     Results are therefore bit-identical for all placements, and the bus traffic is as planned.
     """
@@ -118,7 +118,10 @@ def test_matrices_are_made_orthogonal_on_the_device(
 def test_updates_that_are_shared_between_host_and_device_change_no_bit(
     optimizer: str, dtype: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
-    """All homes are in RAM. Some groups are updated there, and the others are fetched to the device for the update."""
+    """All homes are in RAM.
+
+    None, some or all of the groups are fetched to the device for the update. The rest are updated in RAM.
+    """
     model = write_tiny_model(tmp_path / "model")
     results: dict[int, TieredRun] = {}
     for count in (0, 3, 100):
@@ -183,7 +186,7 @@ def test_updates_are_shared_if_the_rates_favor_it(
 
 
 def moved_state(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a step moves to the device. Assert that it moves equally many back."""
+    """Return the bytes of optimizer state that a step moves to the device. Assert that as many bytes move back."""
     program, placement = plan.program, plan.placement
     moved = Traffic(program, placement.routes, placement.homes, placement.stays).step_bytes(
         lambda key: program.blocks[key].kind == "optimizer"
@@ -196,7 +199,7 @@ def moved_state(plan: Plan) -> int:
 def test_rows_fit_a_tier_without_space_for_a_mask(virtual: VirtualCuda | None, tmp_path: Path, packing: str) -> None:
     """Neither packed documents nor single rows need a mask of shape [S, S]."""
     model = write_tiny_model(tmp_path / "model")
-    size = "30MiB" if virtual is None else "19MiB"  # attention on a GPU needs workspace
+    size = "30MiB" if virtual is None else "19MiB"  # on a real GPU, attention needs workspace
     text = config_text(tmp_path, model, nvme=0, device="cuda", gpu=size, data=f"packing = {packing}")
     text = text.replace("max_length = 64", "max_length = 1024").replace("batch_size = 2", "batch_size = 1")
     if virtual is not None:

@@ -37,7 +37,7 @@ ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivati
 def engine_in(
     folder: Path, model: Path, num_steps: int, *, gpu_bytes: int = GPU_TIER_BYTES, **tables: str
 ) -> Iterator[tuple[StepEngine, Any, Trainer]]:
-    """Yield an engine, its loader and its trainer."""
+    """Yield an engine, its data loader and its trainer."""
     (folder / "run.toml").write_text(gpu_config_text(folder, model, gpu_bytes=gpu_bytes, **tables))
     config = load_config(folder / "run.toml").config
     plan = plan_run(resolve(config))
@@ -70,7 +70,7 @@ def test_host_waits_only_for_the_end_of_a_step(
 
 @pytest.mark.usefixtures("virtual")
 def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
-    """Waits are also allowed again after the first such block in a process.
+    """Waits are allowed again even after the first ``no_waits_allowed`` block in a process.
 
     torch then warns after it has set the mode, and pytest turns the warning into an error.
     """
@@ -166,8 +166,8 @@ def memory_of(tier: GpuTier) -> dict[str, int]:
     """Return the figures that must stay constant between two steps, and the resident memory of the process."""
     found = {"rss": psutil.Process().memory_info().rss, "drops": tier.num_drops}
     stats = torch.cuda.memory_stats()
-    # Exclude slots: their number depends on how far ahead fetches are, and the tier limits their total size.
-    # `requested_bytes` counts requests, because the allocator may hand out larger cached blocks, whose sizes vary.
+    # Exclude slots: their number depends on how far ahead fetches are, and the tier limits their total size. Use
+    # `requested_bytes`, because the allocator may hand out larger cached blocks, whose sizes vary.
     slot_bytes = tier._ledger.slot_bytes + tier._pool.pooled_bytes
     found["beside slots"] = stats["requested_bytes.all.current"] - slot_bytes
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}

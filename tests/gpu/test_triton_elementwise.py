@@ -1,4 +1,4 @@
-"""Updates on the device are bit-identical to those of the host's kernel. The tests need a CUDA device."""
+"""Updates on the device are bit-identical to updates by the host's kernel. The tests need a CUDA device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def test_bits_equal_the_host_kernel(
 
 
 def test_split_masters_keep_all_bits_in_a_null_update() -> None:
-    """An update with a learning rate of 0 changes no bit of a master, for all high halves and six low halves."""
+    """An update with a learning rate of 0 leaves masters bit-identical.
+
+    All high halves except NaN are tested with six low halves.
+    """
     optimizer, lows = TritonOptimizer(HOSTS["adamw"]), (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     for low in lows:
         bits = (torch.arange(1 << 16, dtype=torch.int64, device="cuda") << 16) + low

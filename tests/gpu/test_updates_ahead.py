@@ -1,4 +1,4 @@
-"""Updates are bit-identical whether the device or the host decides if a step is skipped."""
+"""Updates are bit-identical, whether the device or the host decides to skip a step."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_evaluations_continue_rows_as_on_a_cpu(
 
 @pytest.mark.slow
 def test_averages_are_evaluated_alike_at_every_size(model: SavedRun, tmp_path: Path) -> None:
-    """Depending on the size, the average is computed and rounded on the device or on the host."""
+    """Depending on the GPU tier's size, the average is computed and rounded on the device or on the host."""
     found = []
     for number, size in enumerate(SIZES):
         run = model.copy(tmp_path / str(number))

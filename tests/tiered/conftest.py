@@ -9,11 +9,11 @@ import pytest
 
 #: These limits only end hangs. They are generous, because waits take much longer on a loaded machine.
 LONGEST_WAIT_S = 120
-LONGEST_TEST_S = 280  # less than the limit of tests elsewhere
+LONGEST_TEST_S = 280  # less than the limit for tests in other folders
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # items of all folders
+    for item in items:  # includes the tests of all folders
         if "tests/tiered/" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
 

@@ -1,4 +1,7 @@
-"""``keep_buffers`` makes buffers for copies in advance. Steps reuse them instead of replacing them with other sizes."""
+"""``keep_buffers`` makes buffers for copies in advance.
+
+Steps reuse them instead of replacing them with buffers of other sizes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def ram() -> SimulatedTier:
 
 @pytest.fixture
 def store(clock: SimulatedClock, ram: SimulatedTier) -> Iterator[TieredStore]:
-    """Yield a store with six small blocks and a large block, all at home on a drive."""
+    """Yield a store with six small blocks and a large one. Their home is a drive, and no copies are in RAM."""
     drive = SimulatedTier("nvme", 1 << 40, lambda nbytes: nbytes, addressable=False)
     channel = SimulatedChannel(clock, DRIVE_BYTES_PER_S)
     links = [SimulatedLink("nvme", "ram", channel), SimulatedLink("ram", "nvme", channel, priority=1)]
@@ -84,7 +87,7 @@ def test_a_lease_evicts_a_copy_of_its_own_size(store: TieredStore, ram: Simulate
     store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
     store.reserve("ram", 3 * MiB)
     before = ram.num_drops
-    for key in ("head", LAYERS[0], LAYERS[1]):  # the head is then the least recently used block
+    for key in ("head", LAYERS[0], LAYERS[1]):  # at the last request, the head is the least recently used block
         with store.acquire(key, "ram", timeout_s=10):
             pass
     assert [key for key in (*LAYERS, "head") if "ram" in store.where(key)] == [LAYERS[1], "head"]

@@ -1,4 +1,7 @@
-"""An autograd thread that requests what the caller of its backward has leased gets an error instead of a deadlock."""
+"""If an autograd thread requests a block that the caller of ``backward()`` has leased, it gets an error.
+
+Without this check, the two threads would deadlock.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredStore]:
 
 @pytest.fixture
 def caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Thread]:
-    """Yield a thread that has leased "one", which fills RAM, and waits inside autograd's engine."""
+    """Yield a thread that waits inside autograd's engine. It has leased "one", which fills RAM."""
     has_lease, end = threading.Event(), threading.Lock()
     end.acquire()
     # The real engine waits in C++, so the innermost Python frame is that of the engine's caller.

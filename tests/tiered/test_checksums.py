@@ -30,5 +30,8 @@ def test_checksum_is_xxh3_of_the_concatenation() -> None:
     ],
 )
 def test_no_checksum_piece_spans_two_files(nbytes: int, expected: int) -> None:
-    """All files of a block have the same length, up to 512 MiB. Several files consist of whole 16 MiB pieces."""
+    """All files of a block have the same length, up to 512 MiB.
+
+    If there are several, each consists of whole 16 MiB pieces.
+    """
     assert array_bytes(BlockSpec("block", (nbytes,), torch.uint8, "ram")) == expected

@@ -96,7 +96,10 @@ def test_all_that_a_manifest_names_is_flushed_before_it_is_written(
 
 
 def crash_at(operation: int, work: Callable[[], None]) -> bool:
-    """Run ``work`` in a child process that dies after ``operation`` file operations. Return whether it completed."""
+    """Run ``work`` in a child process that dies after ``operation`` file operations.
+
+    Return whether ``work`` finished.
+    """
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0

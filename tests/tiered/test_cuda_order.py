@@ -1,4 +1,7 @@
-"""The order of kernels and copies on a fake device that delays all work. tests/gpu uses a real device."""
+"""The order of kernels and copies on a fake device that delays all work.
+
+tests/gpu has similar tests for a real device.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def read_in_ram(store: TieredStore, key: str) -> list[float]:
         return sorted(set(lease.tensor.tolist()))
 
 
-# -- one rule each -----------------------------------------------------------------------------------------------------
+# -- single rules ------------------------------------------------------------------------------------------------------
 
 
 def test_device_runs_work_as_late_as_possible(device: LazyDevice) -> None:
@@ -93,7 +96,7 @@ def test_a_slot_is_not_filled_again_before_its_last_reader(device: LazyDevice, s
 
 
 def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
-    """The ``w`` lease is on another stream and fetches nothing, so only the lease makes the write wait."""
+    """The ``w`` lease is on another stream and fetches nothing, so only the lease itself can make the write wait."""
     seen: list[float] = []
     for key in ("first", "second"):
         store.register(key, (N,), torch.float32, home="ram")
@@ -163,7 +166,7 @@ def test_read_does_not_wait_for_a_write_back(device: LazyDevice, store: TieredSt
     assert read_in_ram(store, "block") == [4.0]
 
 
-# -- lanes -------------------------------------------------------------------------------------------------------------
+# -- links and events --------------------------------------------------------------------------------------------------
 
 
 def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel(device: LazyDevice) -> None:
@@ -297,7 +300,10 @@ def test_buffer_drops_completed_events(device: LazyDevice) -> None:
 
 
 class Trainer:
-    """Runs random work with delayed kernels on a store, and compares the values that the kernels see with a model."""
+    """Source of random work for a store.
+
+    Its delayed kernels compare the values that they see with the expected ones.
+    """
 
     def __init__(self, store: TieredStore, device: LazyDevice, seed: int) -> None:
         self.store, self.device, self.random = store, device, random.Random(seed)
@@ -310,7 +316,7 @@ class Trainer:
             in_ram(store, key, 0.0)
 
     def kernel(self, key: str, tensor: torch.Tensor, change: Callable[[float], float] | None) -> Callable[[], None]:
-        """Return a kernel that compares the block's value with the one in program order, and then changes it."""
+        """Return a kernel that compares a block's value with that expected in program order, and then changes it."""
         before = self.expected[key]
         after = before if change is None else change(before)
         self.expected[key] = after
@@ -359,7 +365,7 @@ def test_every_kernel_sees_the_program_order_values(seed: int, device: LazyDevic
 
 
 def test_prefetches_change_no_result(device: LazyDevice) -> None:
-    """The prefetcher starts copies from the links' threads, whenever space becomes free."""
+    """The prefetcher starts copies on the links' threads, whenever space becomes free."""
     order = [0, 1, 2, 3, 3, 2, 1, 0] * 4
     with TieredStore([device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as store:
         trainer = Trainer(store, device, 0)

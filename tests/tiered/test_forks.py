@@ -100,7 +100,7 @@ def test_a_child_refuses_also_while_a_thread_of_the_parent_holds_the_lock(tmp_pa
 def check_in_own_process(check: Callable[[Path], None], folder: Path) -> None:
     """Call a function of this file in a new interpreter, which then forks.
 
-    A child of pytest's process may wait for torch's threads, which a fork does not copy.
+    A child of pytest's process might wait forever for torch's threads, which a fork does not copy.
     """
     command = [sys.executable, __file__, check.__name__, str(folder)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -203,7 +203,8 @@ def test_forked_workers_of_a_loader_feed_an_offloaded_module(tmp_path: Path) -> 
         next(iter(DataLoader(Rows(store), num_workers=1, multiprocessing_context="fork")))
 
 
-#: Pins a slab as drivers do, by registering it as an io_uring buffer. Then forks, and prints the child's private bytes.
+#: Script that pins a slab as drivers do, by registering it as an io_uring buffer. It then forks, and the child prints
+#: the size of its private memory in bytes.
 _COST = """
 import ctypes, os, re, resource, sys, time
 from pathlib import Path
@@ -236,7 +237,7 @@ os.waitpid(pid, 0)
     ("what", "nbytes"), [("as it is", 512 * MiB), pytest.param("undone", 512 * MiB, marks=pytest.mark.slow)]
 )
 def test_a_fork_copies_no_pinned_slab(what: str, nbytes: int) -> None:
-    """``undone`` is the control: the child inherits the slab, and the kernel copies its pinned pages in ``fork``."""
+    """``undone`` is the control: the child inherits the slab, and the kernel copies the pinned pages in ``fork``."""
     command = [sys.executable, "-c", _COST, str(nbytes), what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode and re.search("not permitted|not implemented|allocate memory", done.stderr):

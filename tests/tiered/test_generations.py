@@ -176,7 +176,7 @@ def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str
 
 
 def _frozen_only(tier: NvmeTier) -> int:
-    """Return the size in bytes of the files that have links below ``snap/`` but not below ``live/``."""
+    """Return the total size in bytes of the files that have links below ``snap/`` but not below ``live/``."""
     live = {f.stat().st_ino for d in tier.directories for f in d.live.rglob("c/*") if not f.is_symlink()}
     frozen = [f.stat() for d in tier.directories for f in d.snap.rglob("c/*") if not f.is_symlink()]
     return sum({status.st_ino: status.st_size for status in frozen if status.st_ino not in live}.values())
@@ -193,7 +193,7 @@ def test_zarr_opens_a_committed_block(make_tiers: MakeTiers, kind: str, tmp_path
 
 
 def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
-    """The link ``latest`` follows commits and removals, and zarr does not warn about files that it does not know."""
+    """The link ``latest`` follows commits and removals, and zarr does not warn about unknown files."""
     folder = tmp_path / "run"
 
     def shown() -> list[str]:
@@ -378,7 +378,7 @@ def test_commit_checksums_exclude_concurrent_writes(
 ) -> None:
     """A commit takes no checksum of bytes that are written while it flushes its files.
 
-    Otherwise, the next commit would reuse the checksum for other contents, and no store could open it.
+    Otherwise, the next commit would reuse the checksum for other contents, and its generation could not be opened.
     """
     flush, is_flushing, may_flush = os.fdatasync, threading.Event(), threading.Event()
 

@@ -27,7 +27,7 @@ def test_host_memory_has_no_streams() -> None:
 
 
 class Event:
-    """Stand-in for a device event, which the test completes."""
+    """Stand-in for a device event. The test decides when it completes."""
 
     def __init__(self) -> None:
         self.is_done = False

@@ -228,7 +228,7 @@ def test_a_folder_without_room_is_reported(tmp_path: Path) -> None:
 
 
 def test_probe_process_ends_if_its_parent_dies(tmp_path: Path) -> None:
-    """The parent process, which waits for the probe, may be killed."""
+    """The parent enforces the timeout but may be killed, so the probe also sets an alarm for itself."""
     (tmp_path / "first" / "kvikio").mkdir(parents=True)
     (tmp_path / "first" / "kvikio" / "__init__.py").write_text("while True: pass\n")
     process = subprocess.Popen(

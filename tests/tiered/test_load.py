@@ -121,7 +121,7 @@ def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> 
 
 
 def test_drives_that_were_mounted_elsewhere_are_found(tmp_path: Path) -> None:
-    """If drives are mounted elsewhere, links from the first path to the others are broken, and recorded paths wrong."""
+    """After drives are mounted elsewhere, links between them are broken, and the recorded paths are wrong."""
     with make_store(tmp_path, drives=("a", "b")) as store:
         commit(store, 10)
     shutil.move(tmp_path / "a", tmp_path / "x")

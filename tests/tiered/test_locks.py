@@ -1,4 +1,4 @@
-"""Locks of directories: lock files that are deleted while in use, and file systems without locks or link counts."""
+"""Directory locks: lock files that are deleted while in use, and file systems without locks or link counts."""
 
 from __future__ import annotations
 

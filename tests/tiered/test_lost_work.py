@@ -97,7 +97,7 @@ def test_a_top_file_that_names_the_newest_is_not_reported(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("part", ["file", "manifest", "array"])
 def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: str, tmp_path: Path) -> None:
-    """A ``cp -r`` of a live store may copy an old top manifest, and a generation while it is being removed."""
+    """A ``cp -r`` of a live store may copy an old top manifest, and a generation that is being removed."""
     make(tmp_path, 3, keep=3)
     make_current(tmp_path / "drive", 1)
     newest = tmp_path / "drive/snap/00000003"
@@ -198,7 +198,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
 
 
 def test_tiers_of_a_refused_store_give_up_their_lock_when_dropped(tmp_path: Path) -> None:
-    """As in a notebook, the remedy that the error suggests is called with new tiers, inside ``except``."""
+    """As in a notebook, the user follows the error's advice with new tiers, while the error is still being handled."""
     make(tmp_path, 1)
     try:
         TieredStore(tiers(tmp_path))

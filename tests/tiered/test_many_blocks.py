@@ -54,7 +54,7 @@ def test_registration_time_is_independent_of_block_count(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a store with one commit. Its blocks are small and at home in RAM."""
+    """Return the folder of a store with one commit. Its blocks are small, and their home is RAM."""
     folder = tmp_path_factory.mktemp("original")
     with ram_store(folder) as store:
         store.commit().wait(250)
@@ -63,7 +63,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def committed(original: Path, tmp_path: Path) -> Path:
-    """Return a copy of the folder ``original``, which a test may change."""
+    """Return a copy of the folder ``original`` that a test may change."""
     return shutil.copytree(original, tmp_path / "copy", symlinks=True)
 
 
@@ -148,11 +148,11 @@ def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
 
 
 def test_the_folder_of_a_store_is_known_by_its_attributes(committed: Path) -> None:
-    """The document also lists the members. This list grows with the blocks, and is not read to identify the folder."""
+    """``zarr.json`` also lists the members. This list grows with the blocks, and is not read to identify the folder."""
     path = committed / "zarr.json"
     document = json.loads(path.read_text())
     assert len(document["consolidated_metadata"]["metadata"]) == NUM_BLOCKS + 4, "and the groups above them"
-    path.write_text(json.dumps(dict(reversed(document.items()))))  # attributes follow the members
+    path.write_text(json.dumps(dict(reversed(document.items()))))  # the attributes now follow the members
     with opened(committed) as store:
         store.commit().wait(250)
     assert json.loads(path.read_text()) == document

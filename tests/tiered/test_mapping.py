@@ -161,7 +161,7 @@ def test_a_mode_that_there_is_not_is_refused(mode: Any, store: TieredStore) -> N
 
 @pytest.mark.parametrize("package", ["tiered", "megatrain"])
 def test_dir_lists_public_names(package: str) -> None:
-    """Tab completion calls `dir`, which must not import torch. `help` then gets each listed name."""
+    """Tab completion calls `dir`, which must not import torch. `help` then reads each listed name."""
     public = "sorted({*p.__all__, '__version__'} ^ set(dir(p)))"
     code = f"import sys, {package} as p; print({public}, 'torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -140,7 +140,7 @@ def test_page_lock_ends_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPat
 
 
 class Recorder:
-    """Factory of numbered buffers, which tracks the bytes of all live buffers."""
+    """Factory for numbered buffers. It tracks the bytes of all live buffers."""
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}

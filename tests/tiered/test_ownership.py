@@ -26,7 +26,7 @@ KEYS = ["a/weight", "b"]
 
 
 def make_store(root: Path, name: str, keep: int = 2) -> TieredStore:
-    """Return a store with its own directory, which shares its drives with the other stores."""
+    """Return a store that has its own directory, and shares its drives with the other stores."""
     tier = NvmeTier([root / "drive0", root / "drive1"], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
     store = TieredStore(
         [RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=keep, overwrite=True
@@ -142,7 +142,7 @@ def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) ->
 
 
 def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path: Path) -> None:
-    """While the store's drives are away, another store commits a generation with the same number to new drives."""
+    """While a store's drives are unmounted, another store commits a generation with the same number to new drives."""
     with make_store(tmp_path, "one") as store:
         commit(store, 1)
     for number in (0, 1):

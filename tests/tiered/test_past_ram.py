@@ -19,7 +19,7 @@ from tiered.links.probe import probe_kvikio
 from tiered.links.route import default_links, direct_links
 from tiered.tiers.gpu import buffer_of
 
-N = 5000  # elements of a block, whose size is not a multiple of 4096 bytes
+N = 5000  # elements of a block: its size is not a multiple of 4096 bytes
 EIO = OSError(errno.EIO, "Input/output error")
 
 

@@ -1,4 +1,4 @@
-"""Finding tiers by name: tiers of installed packages, and errors about broken packages."""
+"""Finding tiers by name: tiers from installed packages, and errors about broken packages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_A_CLASS = "text"
 
 
 def install(folder: Path, package: str, *entries: str) -> None:
-    """Install a package that has only metadata with entry points."""
+    """Install a package that consists only of metadata with entry points."""
     info = folder / f"{package.replace('-', '_')}-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")

@@ -21,7 +21,7 @@ from tiered.tiers.layout import files_of
 
 
 class Rig:
-    """NVMe and RAM tiers, with links in both directions. Parts have 64 KiB, so that small blocks have several."""
+    """NVMe and RAM tiers, with links in both directions. Even small blocks have several parts, of 64 KiB each."""
 
     def __init__(self, paths: list[Path], *, chunk_bytes: int | None = None, direct_io: bool = True) -> None:
         self.nvme = NvmeTier(paths, 64 * MiB, chunk_bytes=chunk_bytes, direct_io=direct_io)

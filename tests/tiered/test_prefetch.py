@@ -36,7 +36,7 @@ def picks(text: str, room: int, lookahead: int | None = None, present: str = "",
     Args:
         text: One character per tick: ``a`` reads block "a", ``A`` overwrites it, and ``.`` accesses nothing.
         room: Bytes of RAM that are available to copies.
-        lookahead: Maximum bytes of copies ahead, or None.
+        lookahead: Maximum bytes of distinct future copies. If None, only space limits them.
         present: Keys of the blocks that have a copy in RAM.
         now: Current tick.
         size: Size of each block in bytes.
@@ -95,7 +95,10 @@ def test_no_prefetch_after_the_last_access() -> None:
 
 
 def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "ram") -> list[tuple[str, str]]:
-    """Return (key, tier) of each fetch with three tiers. Uppercase keys have their home below the middle tier."""
+    """Return (key, tier) of each fetch with three tiers.
+
+    Blocks with uppercase keys have their home below the middle tier.
+    """
     fetches = next_fetches(
         Schedule(accesses),
         0,
@@ -158,7 +161,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
 
 
 def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_late() -> None:
-    """Every lease may cause a walk of the schedule, which must cost nothing if all blocks are at home."""
+    """Any lease may cause a walk of the schedule. Walks must cost nothing if all blocks stay at home."""
     with TieredStore([GpuTier(1 << 16, device="cpu", name="fast"), RamTier(1 << 16, name="slow")]) as store:
         for key, home in (("home", "fast"), ("away", "slow")):
             store.register(key, (8,), torch.float32, home=home)

@@ -72,7 +72,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Path:
-    """Return a copy of the run. Its links between drives are changed to lead to the copy."""
+    """Return a copy of the run. Its links between drives point into the copy."""
     shutil.copytree(original.parent / "archive", tmp_path / "run", symlinks=True)
     for link in (tmp_path / "run").rglob("c/*"):
         if link.is_symlink():
@@ -118,7 +118,7 @@ def test_mistakes_are_refused(root: Path) -> None:
 
 
 def test_drives_that_moved_are_searched(root: Path) -> None:
-    shutil.move(root / "b", root / "deep")  # the links of ``a`` dangle now
+    shutil.move(root / "b", root / "deep")  # the links in ``a`` now dangle
     reader = GenerationReader(root / "generations")
     with pytest.raises(
         GenerationError, match=r"'layer\.0/weight' is missing: '.*a/snap/00000002/layer\.0/weight/c/1', a "
@@ -147,7 +147,7 @@ def test_folder_of_another_store_is_not_adopted(root: Path, tmp_path: Path) -> N
 
 
 def files_of_generation(root: Path) -> list[Path]:
-    """Return all files of generation 2, and the store's files above it, except symbolic links."""
+    """Return all files of generation 2 except symbolic links, and the store's files in the folders above it."""
     top = [root / "generations/MANIFEST.json", root / "generations/STORE.json"]
     documents = [root / f"{name}/{rest}zarr.json" for name in ("a", "generations") for rest in ("", "snap/")]
     inside = [path for path in root.glob("*/snap/00000002/**/*") if path.is_file() and not path.is_symlink()]

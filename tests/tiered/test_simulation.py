@@ -1,4 +1,7 @@
-"""Simulated time: links follow their rates, urgent transfers go first, and the real store makes the decisions."""
+"""Simulated time: transfer times follow the links' rates, and urgent transfers go first.
+
+The real store makes the decisions.
+"""
 
 from __future__ import annotations
 

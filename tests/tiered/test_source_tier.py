@@ -115,7 +115,7 @@ def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> Non
 
 
 def test_source_blocks_never_pass_the_drive(tmp_path: object) -> None:
-    """Blocks at home on the drive move as usual. The source's blocks pass through RAM and never reach the drive."""
+    """Blocks whose home is the drive move as usual. The source's blocks pass through RAM, but never reach the drive."""
     source = Numbers({"a": 3})
     tiers = (GpuTier(MiB, device="cpu"), RamTier(MiB), NvmeTier([str(tmp_path)], MiB))
     with open_store(source, *tiers) as store:

@@ -1,4 +1,4 @@
-"""The store with real tiers in memory and files."""
+"""Tests of the store with real tiers, in memory and in files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read(store: TieredStore, key: str) -> float:
 
 
 def flush(store: TieredStore, *keys: str) -> None:
-    """Evict the blocks from RAM, and wait until they are home."""
+    """Evict the blocks from RAM, and wait until their contents are in their home tiers."""
     for key in keys:
         store.evict(key, "ram").wait(60)
 
@@ -256,7 +256,7 @@ def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStor
     group.of("b").tensor.zero_()
     with pytest.raises(LeaseError, match="in place: 'b'"):
         group.release()
-    # All leases have ended despite the errors. Writes that other leases make before or after a read lease are no error.
+    # All leases have ended despite the errors. Writes by other leases before or after a read lease are not errors.
     modes: tuple[Mode, ...] = ("rw", "r", "w", "r")
     for mode in modes:
         with store.acquire("a", "ram", mode) as lease:
@@ -376,7 +376,8 @@ def test_traffic_does_not_depend_on_lookahead(
                     store.evict(access.key, "ram")
         store.set_schedule(None)
         window = store.stats() - before
-    # The two pinned layers are read once, and the other four for every use. No copy stays from one step to the next.
+    # The two pinned layers are read once, and the other four for every use. None of these four stays in RAM from one
+    # step to the next.
     assert window.links["nvme->ram"].num_bytes == (2 + 3 * 2 * 4) * BLOCK_BYTES
     assert window.links["ram->nvme"].num_bytes == 0
     assert window.prefetch_wasted == 0 and window.schedule_misses == 0
@@ -387,7 +388,7 @@ def test_traffic_does_not_depend_on_lookahead(
 
 @pytest.mark.parametrize("policy", [LRU(), Belady()], ids=["lru", "belady"])
 def test_prefetch_evicts_no_copy_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
-    """By recency alone, the next tick's copy would be evicted, and by the schedule alone, the current tick's copy."""
+    """Recency alone would evict the next tick's copy. The schedule alone would evict the current tick's copy."""
     keys = ["a", "b", "c", "d"]
     with make_store(tmp_path, ram_blocks=3, policy=policy) as store:
         add(store, *keys)

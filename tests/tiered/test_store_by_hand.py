@@ -18,7 +18,7 @@ TIMEOUT_S = 30
 
 
 class Hand:
-    """A store of one-byte blocks. Transfers complete only when a test calls ``move``, or completes them itself.
+    """Store with one-byte blocks. Transfers complete only when a test calls ``move``, or completes them itself.
 
     Args:
         sizes: Capacities of the tiers in bytes, from fast to slow. The last tier is the home of all added blocks.
@@ -33,7 +33,10 @@ class Hand:
         self.store = TieredStore(tiers, policy or LRU(), list(self.links.values()), **options)
 
     def add(self, *keys: str, value: int = 0) -> None:
-        """Register blocks and fill each with its index in ``keys`` plus ``value``. Only the copies at home remain."""
+        """Register blocks and fill each with its index in ``keys`` plus ``value``.
+
+        Only the copies in the home tier remain.
+        """
         for number, key in enumerate(keys, start=value):
             self.store.register(key, (1,), torch.uint8, home=self.home)
             with self.store.acquire(key, "ram", "w", timeout_s=0) as lease:
@@ -212,7 +215,10 @@ def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[
 
 
 def _blocked(hand: Hand) -> Any:
-    """Write ``a`` in the GPU and evict it, while another thread's lease takes the space in RAM. Return that lease."""
+    """Write ``a`` in GPU memory and evict it, while another thread's lease takes the space in RAM.
+
+    Return that lease.
+    """
     hand.add("a", "b")
     with hand.store.acquire("a", "gpu", "w", timeout_s=0) as lease:
         lease.tensor.fill_(5)

@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.reserved += nbytes
 
-    # -- promises ----------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------
 
     @invariant()
     def capacities_hold_and_are_exact(self) -> None:

@@ -171,7 +171,7 @@ def test_records_that_make_no_sense(field: str, value: Any, says: str, folder: P
 
 
 def test_manifest_paths_never_reach_foreign_generations(folder: Path, tmp_path: Path) -> None:
-    """A removal deletes a generation's parts on the drives in its manifest, but only if they belong to its store."""
+    """A removal deletes a generation's parts on the drives that its manifest lists, but only if its store owns them."""
     mine = tmp_path / "mine"
     with open_store(mine) as store:
         commit(store, 5.0)

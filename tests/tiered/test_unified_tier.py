@@ -1,4 +1,7 @@
-"""Host memory that a GPU computes in passes the conformance suites, on a fake device that delays all work."""
+"""``UnifiedTier``, host memory in which a GPU computes, passes the conformance suites on a fake device.
+
+The device delays all work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flipped bit on disk is found wherever it is, and the error names its block, file and byte range."""
+"""A flipped bit in a block's contents on disk is found. The error names the block, the file and the byte range."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_missing_part_is_named(store: TieredStore, tmp_path: Path) -> None:
 
 @pytest.mark.fault
 def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> None:
-    """After cuts at many points, with each kind of survival, all listed copies are complete."""
+    """After power cuts at many points, with each kind of survival, all listed copies are complete."""
     path, root = tmp_path / "disk/out/copies", tmp_path / "disk"
     path.parent.mkdir(parents=True, exist_ok=True)
     first, second = commit(store, 1), commit(store, 2)
@@ -172,7 +172,7 @@ def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> 
         copies.close()
     chance, seen = random.Random(1), set()
     cuts = [chance.randrange(len(recording.operations) + 1) for _ in range(60)]
-    cuts += [end - back for end in ends for back in range(12)]  # while a copy is marked as complete
+    cuts += [end - back for end in ends for back in range(12)]  # while a copy is being marked as complete
     for number, cut in enumerate(cuts):
         survival = SURVIVALS[number % len(SURVIVALS)]
         other = tmp_path / "cut"

@@ -1,4 +1,4 @@
-"""``Workers``, the threads of a link."""
+"""``Workers``, the threads that serve a link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong calls of a store: each error states the mistake, and the store does not change."""
+"""Invalid calls to a store: each error states the mistake, and the store does not change."""
 
 from __future__ import annotations
 

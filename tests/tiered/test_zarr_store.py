@@ -1,4 +1,4 @@
-"""``ZarrStore`` passes zarr's own suites. Its arrays can exceed RAM, and commits keep them."""
+"""``ZarrStore`` passes zarr's own suites. Its arrays can be larger than RAM, and commits keep them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
         with pytest.raises(CapacityError):
             put(store, "k", bytes(100 * KiB))
         assert bytes_at(store, "k") == b"old"
-        for size in (40, 30, 50, 30):  # each value fits only if the previous value was freed
+        for size in (40, 30, 50, 30):  # each value fits only if the previous one is freed first
             put(store, "k", bytes([size]) * size * KiB)
             assert bytes_at(store, "k") == bytes([size]) * size * KiB
         with pytest.raises(CapacityError):
@@ -123,7 +123,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
 
 
 def test_a_replacement_cut_by_a_crash_leaves_a_whole_value(tmp_path: Path) -> None:
-    """A commit between the write of the new block and the removal of the old block has both. The newer block counts."""
+    """A commit between writing the new block and removing the old one contains both. The newer block counts."""
     tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 8 * MiB)]
     with TieredStore(tiers) as tiers_before:
         store = ZarrStore(tiers_before)

@@ -1,4 +1,4 @@
-"""CPU stand-in for the API of the reference trainer that `bench/gpu.py` calls. The reference itself needs a GPU."""
+"""CPU stand-in for the reference trainer, with the API that `bench/gpu.py` calls. The reference itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CPUMasterConfig(SimpleNamespace):
 
 
 class CPUMasterModel:
-    """Plain autograd on the whole model, with the reference's API.
+    """Stand-in for the reference's model class, with plain autograd on the whole model.
 
     Rejects a mask, because the reference's SDPA path does not support one.
     """

@@ -36,8 +36,8 @@ from tiered.units import round_up
 
 @pytest.fixture(scope="session", autouse=True)
 def driver() -> None:
-    """Load the driver or its stand-in before kvikio does. The loader then gives kvikio the same library."""
-    torch.cuda.is_available()  # torch caches the answer before the stand-in is loaded
+    """Load the driver or its stand-in before kvikio does. The dynamic loader then gives kvikio the same library."""
+    torch.cuda.is_available()  # torch caches its answer before the stand-in is loaded
     path = os.environ.get("STAND_IN_LIBCUDA")
     library = ctypes.CDLL(path or "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     assert library.cuInit(0) == 0
@@ -46,7 +46,7 @@ def driver() -> None:
 class Rig:
     """NVMe and RAM tiers, with links in both directions that use the same mover.
 
-    Parts have 64 KiB and files at most 256 KiB, so that small blocks have several.
+    Parts have 64 KiB and files at most 256 KiB, so that even small blocks have several of each.
     """
 
     def __init__(self, paths: list[Path], *, verify: Verify = "resume", direct_io: bool = True) -> None:
@@ -162,7 +162,7 @@ class _OnDevice(DeviceBuffer):
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 64 * KiB, 262_145, 1_000_003])
 def test_device_memory_and_files_exchange_bytes(tmp_path: Path, direct_io: bool, nbytes: int) -> None:
-    """The engine moves blocks of several parts and files. Only the driver copies to and from device memory."""
+    """The engine moves blocks with several parts and files. Only the driver copies to and from device memory."""
     rig = Rig([tmp_path / "a", tmp_path / "b"], direct_io=direct_io)
     slot_bytes = round_up(nbytes, 4 * KiB)
     buffer = _OnDevice(torch.empty(0))

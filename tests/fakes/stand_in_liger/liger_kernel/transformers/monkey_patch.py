@@ -1,4 +1,4 @@
-"""Stand-in for liger-kernel's patches of existing models. Torch operations replace its kernels, which need a GPU."""
+"""Stand-in for liger-kernel's patches for existing models. It uses torch operations, because the kernels need a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply_liger_kernel_to_llama(
     swiglu: bool = True,
     model: Any = None,
 ) -> None:
-    """Patch a model, and also names in transformers' Llama module, which affects models that are built later."""
+    """Patch a model. Also replace names in transformers' Llama module, which affects models that are built later."""
     from transformers.models.llama import modeling_llama
 
     assert model is not None and rms_norm
