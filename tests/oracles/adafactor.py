@@ -13,7 +13,7 @@ RANGE, MAX_ROW_BLOCKS, LANES, VECTOR_BLOCK = 1 << 20, 64, 64, 65_536
 
 
 def sum_in_lanes(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum along the last axis in order: first each element j into lane j modulo 64, then over the lanes."""
+    """Sum along the last axis in a fixed order: first element j into lane j modulo 64, then the lanes."""
     width = -(-values.shape[-1] // LANES) * LANES
     padded = np.zeros((*values.shape[:-1], width))
     padded[..., : values.shape[-1]] = values
@@ -29,7 +29,7 @@ def sum_in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
 
 
 def sum_rows_in_blocks(squares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum the rows of a matrix in order: first within each block of rows, then over the blocks."""
+    """Sum the rows of a matrix in a fixed order: first within each block of rows, then over the blocks."""
     num_rows, num_columns = squares.shape
     block = max(RANGE // num_columns, -(-num_rows // MAX_ROW_BLOCKS), 1)
     parts = [sum_in_order(squares[start : start + block], axis=0) for start in range(0, num_rows, block)]

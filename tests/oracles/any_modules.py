@@ -1,4 +1,4 @@
-"""Tiny models other than causal language models, with inputs: diffusion, T5, speech, vision, reward, proteins."""
+"""Tiny models that are not causal language models, with inputs: diffusion, T5, speech, vision, reward, proteins."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Case:
 
     Attributes:
         make: Function that creates the model with random weights.
-        inputs: Function that creates the arguments of a forward with two rows.
+        inputs: Function that creates the keyword arguments of a forward on two rows.
         loss: Function that computes the loss from the model's output.
-        ram_kib: RAM of the store in KiB, less than half of the size of weights, gradients and optimizer state.
+        ram_kib: RAM of the store in KiB: less than half of what weights, gradients and optimizer state need.
         needs: Package that defines the model.
     """
 
@@ -38,7 +38,7 @@ def _ids(*shape: int, most: int = 64) -> Tensor:
 
 
 def _velocity(output: Any) -> Tensor:
-    """Return the flow-matching loss of a predicted velocity. A random tensor replaces the true velocity."""
+    """Return the flow-matching loss of a predicted velocity, with a random tensor as the true velocity."""
     (found,) = output
     target = torch.randn(found.shape, generator=torch.Generator().manual_seed(7))
     return (found.float() - target).square().mean()
@@ -50,7 +50,7 @@ def _own(output: Any) -> Tensor:
 
 
 def _grid(columns: int) -> Tensor:
-    """Return the positions of a latent's 4 x 4 patches, (16, columns)."""
+    """Return the positions of a latent's 4 x 4 patches, with shape (16, columns)."""
     y, x = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
     places = torch.zeros(16, columns)
     places[:, 1], places[:, 2] = y.flatten(), x.flatten()
@@ -265,7 +265,7 @@ def _reward() -> nn.Module:
 
 
 def _difference(output: Any) -> Tensor:
-    """Return the pairwise reward loss, with the first text as the better one."""
+    """Return the pairwise reward loss, where the first text is the preferred one."""
     better, worse = output.logits
     return -nn.functional.logsigmoid(better - worse).mean()
 

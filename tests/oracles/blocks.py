@@ -20,7 +20,7 @@ from oracles.adamw import split
 
 #: Zero, denormal, small, ordinary and large numbers whose squares stay finite in fp32.
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e15, -1e18], dtype=np.float32)
-#: The finite numbers, huge numbers, infinities and NaN.
+#: All numbers of ``FINITE``, and huge numbers, infinities and NaN.
 EVERYTHING = np.concatenate([FINITE, np.array([3e38, -3e38, np.inf, -np.inf, np.nan], dtype=np.float32)])
 PALETTES = {"normal": np.empty(0, np.float32), "finite": FINITE, "everything": EVERYTHING}
 
@@ -33,7 +33,7 @@ def random_array(generator: np.random.Generator, size: int, palette: str = "norm
 
 
 def master_blocks(master: NDArray[np.float32], split_master: bool) -> dict[str, Tensor]:
-    """Return a master's block, or its two blocks if it is split, by name."""
+    """Return the block of a master, or the two blocks of a split master, by name."""
     fp32 = torch.from_numpy(master.copy())
     if not split_master:
         return {"weight": fp32}
@@ -58,7 +58,7 @@ def gradient_block(grad: NDArray[np.float32], dtype: torch.dtype) -> tuple[Tenso
 
 
 def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
-    """Return whether all bits are equal. All NaNs count as equal, because their payload depends on the processor."""
+    """Return whether all bits are equal. NaNs count as equal, because their payloads depend on the processor."""
     both_nan = np.isnan(left) & np.isnan(right)
     return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
 
@@ -70,7 +70,7 @@ def alike(left: Tensor, right: Tensor) -> bool:
 
 
 def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
-    """Return segments split at `cuts`. Neighbors share either the weight decay or the learning rate, in turn."""
+    """Return segments split at `cuts`. Neighbors alternately share only the weight decay or only the learning rate."""
     bounds = sorted({0, size, *cuts})
     return [
         Segment(start, stop, weight_decay=0.1 * (index // 2 % 2), lr_scale=1.0 + (index + 1) // 2)
@@ -86,7 +86,7 @@ def update_on(
     segments: Sequence[Segment],
     update: Update,
 ) -> None:
-    """Run an update with a given number of kernel threads, then end the threads."""
+    """Run an update with a given number of kernel threads, then stop the threads."""
     threads = KernelThreads(num_threads)
     optimizer.threads = threads  # type: ignore[attr-defined]
     optimizer.update(blocks, gradient, segments, update)
@@ -94,7 +94,7 @@ def update_on(
 
 
 def changed_halves(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
-    """Update split masters with a learning rate of 0, and name the halves whose bits changed.
+    """Update split masters with a learning rate of 0, and return the names of the halves whose bits changed.
 
     The masters combine every finite high half with extreme low halves and low halves near a rounding tie. Random
     masters would rarely hit a tie.
@@ -132,15 +132,15 @@ SMALL_HOSTS: dict[str, ElementwiseOptimizer] = {
     for kind in (AdamW, Lion, SGD)
     for dtype in ("bfloat16", "int8")
 }
-#: (number of elements, segment bounds). They cover one and many kernel programs, bounds inside a program, and segments
-#: that start at unaligned elements.
+#: (number of elements, segment bounds). The cases cover one and several kernel programs, bounds inside a program, and
+#: segments that start at unaligned elements.
 SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (1, ()),
     (15, (7,)),
     (1024, ()),
     (5003, (16, 1040, 1041, 3000)),
 )
-#: (number of elements, segment bounds) for 8-bit moments, whose segments start at multiples of 256.
+#: (number of elements, segment bounds) for 8-bit moments, which need segments that start at multiples of 256.
 SHAPES_OF_BLOCKS = ((1, ()), (257, ()), (5003, (256, 1024, 3072)))
 GRAD_SCALES = (1.0, 0.37, 1e-30)
 
@@ -174,7 +174,7 @@ def differing_blocks(
         update = Update(step=step, lr=1e-3, grad_scale=grad_scale)
         segments = [replace(segment, name=f"w{segment.start}") for segment in cut_segments(cuts, size)]
         host.update(blocks, gradient, segments, update)
-        with np.errstate(all="ignore"):  # the device may be Triton's interpreter, in which numpy would warn
+        with np.errstate(all="ignore"):  # numpy would warn in Triton's interpreter
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
     states = [kind.name for kind in kinds]

@@ -29,7 +29,7 @@ class Block:
     """Fenced code block.
 
     Attributes:
-        page, line: Page, and line number of the opening fence.
+        page, line: Path of the page, and line number of the opening fence.
         language: Info string of the fence.
         text: Contents of the block.
         reason: Reason why tests do not execute the block, from the comment above it, or "".
@@ -60,7 +60,7 @@ def blocks_of(page: str) -> list[Block]:
     """Return the fenced code blocks of a page.
 
     Raises:
-        AssertionError: The page has indented code, an indented or ``~~~`` fence, or a block without an end.
+        AssertionError: The page has indented code, an indented or ``~~~`` fence, or an unclosed block.
     """
     found: list[Block] = []
     inside: list[str] | None = None
@@ -83,7 +83,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Yield the simple commands of a shell block. In a console block, only lines with a prompt have commands."""
+    """Yield the simple commands of a shell block. In a console block, only lines with a prompt are commands."""
     for line in block.text.splitlines():
         if block.language == "console":
             if not line.startswith("$ "):

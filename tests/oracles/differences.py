@@ -1,7 +1,8 @@
 """A pytest plugin that reports the largest accepted differences: ``pytest -p oracles.differences``.
 
-For each test, it prints the largest difference that `pytest.approx` and `torch.testing.assert_close` accepted, absolute
-and relative to the largest expected value of the tensor. It also prints how many tensors `torch.equal` found equal.
+For each test, it prints the largest absolute and relative differences that `pytest.approx` and
+`torch.testing.assert_close` accepted. For tensors, the relative difference is that to the largest expected value. It
+also prints how often `torch.equal` found two tensors equal.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def bytes_on_disk(*roots: Path) -> int:
-    """Return the bytes that chunk files occupy on disk, counting hard links once. Files may disappear meanwhile."""
+    """Return the bytes that chunk files occupy on disk, counting hard links once. Files may disappear while it runs."""
     sizes = {}
     for root in roots:
         for folder, _, names in os.walk(root):

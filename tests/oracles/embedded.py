@@ -31,7 +31,7 @@ def small_store(folder: Path, ram: int | str = "16MiB") -> TieredStore:
 
 
 def stored_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a copy of a parameter's gradient sum, from the store or from ``grad``, or None without a gradient."""
+    """Return a copy of a parameter's gradient, from the store or from ``grad``, or None if it has no gradient."""
     block = block_of(parameter)
     if block is None:
         return None if parameter.grad is None else parameter.grad.clone()
@@ -44,7 +44,7 @@ def stored_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def assert_same_gradients(plain: nn.Module, tiered: nn.Module) -> None:
-    """Assert that the same parameters have gradients in both modules, and that these are equal in fp32."""
+    """Assert that the same parameters have gradients in both modules, and that the gradients are equal in fp32."""
     pairs = zip(plain.named_parameters(), tiered.named_parameters(), strict=True)
     for (name, one), (other_name, other) in pairs:
         assert name == other_name
@@ -64,7 +64,7 @@ def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 class Rooted(nn.Module):
-    """Module with parameters outside of submodules: directly, in a list and in a dict. One is empty, one is unused."""
+    """Module with parameters outside of submodules: direct, in a list and in a dict. One is empty, one is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Rooted(nn.Module):
 
 
 class Tied(nn.Module):
-    """Module whose layers run twice. Its head uses the embedding's weight, unless only ``sparse`` is set."""
+    """Module that runs its layers twice. Its head uses the embedding's weight, unless only ``sparse`` is set."""
 
     def __init__(self, *, reads_directly: bool = False, sparse: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Layers with full or partial activation checkpointing."""
+    """Layers with activation checkpointing. With ``inside``, blocks checkpoint only their MLPs."""
 
     def __init__(self, *, reentrant: bool, inside: bool) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Nested(nn.Module):
 
 
 def parametrized(kind: str) -> nn.Module:
-    """Return layers whose weights are computed from other parameters in every forward."""
+    """Return layers that compute their weights from other parameters in every forward."""
     wrap: Any = getattr(nn.utils.parametrizations, kind)
     return nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh(), nn.Sequential(wrap(nn.Linear(8, 8)), nn.ReLU()))
 
@@ -251,7 +251,7 @@ def pair_of(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn
 
 
 def run_backward(module: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
-    """Run a module and the backward of a loss, and return the module's output."""
+    """Run a module's forward and the backward of a simple loss, and return the module's output."""
     out: Tensor = module(x)
     (out.float().square().mean() * scale).backward()
     return out.detach()

@@ -1,4 +1,4 @@
-"""Imports files of ``examples/``, which is not a package, and sets up the object-store tier for the test suites."""
+"""Imports files from ``examples/``, which is not a package, and sets up the object-store tier for the test suites."""
 
 from __future__ import annotations
 

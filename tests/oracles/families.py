@@ -118,7 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {**_MOE, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "attention_chunk_size": 4},
 }
 
-#: Recent families. To keep tests fast, only the comparison of gradients with Hugging Face trains them.
+#: Recent families. To keep tests fast, only ``test_families.py`` trains them, to compare gradients with Hugging Face.
 RECENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": {**_QWEN3_5, **_MOE, "shared_expert_intermediate_size": 24},
@@ -168,7 +168,7 @@ def tiny_config(family: str, *, tied: bool | None = None, **changes: Any) -> Any
 
 
 def padded_batches() -> list[dict[str, torch.Tensor]]:
-    """Return three micro-batches of different lengths, with right padding and prompts without labels."""
+    """Return three micro-batches of different lengths, with right padding and unlabeled prompts."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for rows, length in ((2, 12), (1, 7), (3, 9)):
@@ -259,7 +259,7 @@ _TOWER: dict[str, int] = {
 }
 
 
-#: Types that split rotary dimensions into time, height and width. The default split does not fit into a tiny head.
+#: Types that split rotary dimensions into time, height and width. The default split does not fit a tiny head.
 _MROPE = frozenset(
     [
         "glm46v",
@@ -286,7 +286,7 @@ def tiny_image_text_config(model_type: str) -> Any:
     default = CONFIG_MAPPING[model_type]()
     config = CONFIG_MAPPING[model_type](**_shrunk(default))
     if model_type.endswith(("_omni_moe_thinker", "_omni_thinker")):
-        config.vision_start_token_id = VOCAB - 2  # only published configs set this token, not the default one
+        config.vision_start_token_id = VOCAB - 2  # published configs set this token, but the default config does not
     config.architectures = [image_text_class(model_type).__name__]
     return config
 

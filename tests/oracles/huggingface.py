@@ -30,7 +30,7 @@ class Reference:
 
 
 def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequence[str] = ()) -> Any:
-    """Build a model with random weights that are large enough for every gradient to matter."""
+    """Build a model with random weights that are large enough that every gradient matters."""
     torch.manual_seed(1234)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).train()
     generator = torch.Generator().manual_seed(99)
@@ -45,7 +45,7 @@ def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequenc
 
 
 def add_gradients(model: Any, batch: Mapping[str, Tensor], num_items: int) -> float:
-    """Run the backward of a micro-batch's loss, weighted by its share of the step's labels, and return this loss."""
+    """Run the backward of a micro-batch's loss times its share of the step's labels, and return the product."""
     count = int((batch["labels"][:, 1:] != -100).sum())
     if not count:
         return 0.0
@@ -67,7 +67,7 @@ def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], 
 
 
 def evaluate(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over all tokens with a label, in eval mode, and the number of these tokens."""
+    """Return the mean loss in eval mode over all labeled tokens, and the number of these tokens."""
     total, num_tokens = 0.0, 0
     model.eval()
     with torch.no_grad():
@@ -80,7 +80,7 @@ def evaluate(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) ->
 
 @dataclass
 class PlainRun:
-    """Losses, gradient norms, and final weights by parameter name."""
+    """Results of a run: losses, gradient norms, and final weights by parameter name."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -102,8 +102,8 @@ def train_plainly(
 ) -> PlainRun:
     """Train in fp32 on the CPU, with token-weighted accumulation, global-norm clipping and decoupled weight decay.
 
-    `make_optimizer` creates an optimizer from parameter groups; the default is torch's AdamW. `unit_of` maps a
-    parameter's name to its unit: then each unit's gradients are clipped by their own norm.
+    `make_optimizer` creates an optimizer from parameter groups; the default is torch's AdamW. If `unit_of` maps
+    parameter names to units, each unit's gradients are clipped by the unit's norm instead of the global norm.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -135,7 +135,7 @@ def train_plainly(
 
 
 def assert_same_gradients(expected: Reference, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Assert that a step's loss and gradients equal those of ``train_step``, up to rounding in fp32."""
+    """Assert that a step's loss and gradients equal the results of ``train_step``, up to rounding in fp32."""
     assert loss == pytest.approx(expected.loss, rel=2e-6)
     assert set(gradients) == set(expected.gradients)
     noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())

@@ -19,7 +19,7 @@ from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"
-SIDE = 32  # image side in pixels, for vision towers with a fixed input size
+SIDE = 32  # image width and height in pixels, for vision towers with a fixed input size
 
 _PARTS = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -39,7 +39,7 @@ class Family:
         processor: Class name of the processor.
         image_processor: Class name and settings of the image processor.
         tokens: Special tokens of the tokenizer, by name.
-        placeholder: Text that stands for an image in the chat template.
+        placeholder: Text that represents an image in the chat template.
         ids: Token for each configuration field that holds a token id.
         values: Settings of the processor.
         changes: Configuration values to replace, by dotted path. The path "" holds constructor arguments.
@@ -235,7 +235,7 @@ def make_folder(family: str, folder: Path) -> Path:
 
 
 def random_model(family: str, tokenizer: Any) -> Any:
-    """Return a model with random weights that are large enough for every gradient to matter."""
+    """Return a model with random weights that are large enough that every gradient matters."""
     made = FAMILIES[family]
     config = tiny_image_text_config(family)
     text = config.get_text_config()
@@ -280,7 +280,7 @@ def chat(*parts: str | dict[str, Any], answer: str = "a whale") -> list[dict[str
 
 
 def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path:
-    """Write images of the given sizes, and a file with one row per list of sizes. Return the file."""
+    """Write images of the given sizes, and a file with one row per list of sizes. Return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, own in enumerate(sizes):

@@ -19,7 +19,7 @@ def lion_step(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the new `(weight, m)` by algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (2023).
+    """Return the new `(weight, m)` as in algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (2023).
 
     In the paper: `update = beta1 * m + (1 - beta1) * g; w = w - lr * (sign(update) + weight_decay * w);
     m = beta2 * m + (1 - beta2) * g`. The sign of NaN is zero, as in torch.
@@ -47,7 +47,7 @@ def sgd_step(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> tuple[Array, Array | None]:
-    """Return the new `(weight, m)` as `torch.optim.SGD` does without dampening. The gradient includes the decay."""
+    """Return the new `(weight, m)` as in `torch.optim.SGD` without dampening, with the decay added to the gradient."""
     one = np.float32
     scaled = grad * one(grad_scale)
     pull = weight * one(weight_decay)

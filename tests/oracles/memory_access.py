@@ -1,4 +1,4 @@
-"""`BlockAccess` with plain dictionaries, as a reference for the access to a tiered store."""
+"""`BlockAccess` with plain dictionaries, as a reference for access to a tiered store."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MemoryAccess:
         yield tensor
         if self._log_visit() <= visit:  # otherwise the visit that saved the activation still has to read it
             del self._activations[key]
-            tensor.fill_(0)  # makes a later use visible
+            tensor.fill_(0)  # so that a later use gives wrong results
 
     @contextmanager
     def results_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
@@ -87,7 +87,7 @@ class MemoryAccess:
             return
         room = self._rooms.pop((visit, micro_batch))
         yield room
-        room.fill_(255)  # makes a later use visible
+        room.fill_(255)  # so that a later use gives wrong results
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the gradients, summed over use sites in use order, and reset the accumulators."""
@@ -102,7 +102,7 @@ class MemoryAccess:
 
 
 def split_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's tensors by the graph's names. Fused experts are split as in the graph."""
+    """Return a model's tensors by the graph's names, with fused experts split as in the graph."""
     entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
     return {
         entry.name: whole[entry.parameter]
@@ -115,7 +115,7 @@ def split_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def joined(graph: ModelGraph, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join tensors that are split as by ``split_like``, and return them by the model's names."""
+    """Undo ``split_like``: join the tensors, and return them by the model's names."""
     found: dict[str, list[torch.Tensor]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:

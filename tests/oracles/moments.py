@@ -11,7 +11,7 @@ MASK = 0xFFFFFFFF
 
 
 def random_bits(seed: int, step: int, name: str, elements: range) -> NDArray[np.uint32]:
-    """Return 32 random bits for each of some elements of a parameter."""
+    """Return 32 random bits for each of the given elements of a parameter."""
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     key = [int.from_bytes(digest[at : at + 4], "little") for at in (0, 4)]
 
@@ -36,7 +36,7 @@ def round_at_random(values: NDArray[np.float32], bits: NDArray[np.uint32]) -> ND
 
 
 def dynamic_code(signed: bool) -> NDArray[np.float32]:
-    """Return the 256 numbers of the dynamic code: 0, 1, and fractions, whose number doubles with each decade."""
+    """Return the 256 values of the dynamic code: 0, 1, and fractions, whose number doubles from decade to decade."""
     numbers = {0.0, 1.0}
     for decade in range(7):
         count = 2**decade * (1 if signed else 2)
@@ -47,7 +47,7 @@ def dynamic_code(signed: bool) -> NDArray[np.float32]:
 
 
 def encode_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Encode finite numbers as bytes and block scales, with the nearest code value, or the smaller one at a tie."""
+    """Encode finite numbers as bytes and block scales. Round to the nearest code value; at a tie, to the smaller."""
     code = dynamic_code(signed)
     borders = (code[:-1] + code[1:]) / np.float32(2)
     if not signed:

@@ -1,4 +1,4 @@
-"""LoRA reference without code of this project: the plain model wrapped by peft, in memory."""
+"""LoRA reference without code from this project: the plain model wrapped by peft, in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_adapters(model: Any, settings: Mapping[str, Any]) -> PeftModel:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a peft parameter in the adapter's or model's file."""
+    """Return the name that a peft parameter has in the adapter's or model's file."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
     if ".lora_" not in name:  # adapters of experts are nested, so their names keep ``.base_layer``
         name = name.replace(".base_layer", "")

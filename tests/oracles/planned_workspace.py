@@ -21,7 +21,7 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
         graph: Model of the step.
         trace: Traced visits of the model.
         num_micro_batches: Number of micro-batches that each visit processes.
-        kept_parts: Parts of the vocabulary whose logits are kept for the second pass of the head.
+        kept_parts: Number of vocabulary parts whose logits are kept for the second pass of the head.
     """
     builder = ProgramBuilder(
         graph,

@@ -1,4 +1,4 @@
-"""A store with blocks in several homes that commits repeatedly, and checks of its files after a power cut."""
+"""A store that has blocks in several homes and commits repeatedly, and checks of its files after a power cut."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Layout:
         return TieredStore.open(path, self.tiers(root), generation, keep_generations=self.keep)
 
     def number(self, root: Path, generation: int | None = None) -> int:
-        """Return the number of the commit that made a generation. Default: the current generation."""
+        """Return the number of the commit that made a generation. The default is the current generation."""
         number = read_manifest(root / self.generations, generation).meta["number"]
         assert isinstance(number, int)
         return number
@@ -73,7 +73,7 @@ class History:
     """Committed contents by commit number, and the commits known to be durable.
 
     Attributes:
-        begun: Number of the newest commit that began.
+        begun: Number of the newest commit that has begun.
         waited: Numbers of the commits that the run waited for.
         line: Numbers of the last durable commit that a run made or resumed from, and of its predecessors.
     """
@@ -105,7 +105,10 @@ class History:
 
 
 class Trainer:
-    """Changes blocks and commits them like a training run. ``tell`` is called with each event and commit number."""
+    """Stand-in for a training run, which changes and commits blocks.
+
+    ``tell`` is called with each event and commit number.
+    """
 
     def __init__(self, store: TieredStore, history: History, tell: Callable[[str, int], None], start: int = 0) -> None:
         self.store, self.history, self._tell = store, history, tell

@@ -128,7 +128,7 @@ def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: 
 
 
 Parts = tuple[dict[str, Tensor], Tensor]
-BLOCK = 48  # divides no dimension of the models
+BLOCK = 48  # does not divide the weights evenly, so every weight has incomplete blocks
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Method:
         table: ``quantization_config`` of the folder.
         quantize: Function that quantizes one weight.
         ends: Name suffixes of the weights to quantize.
-        family: Model family in ``oracles.families``, or "" for the model of 0.82 M parameters.
+        family: Model family in ``oracles.families``, or "" for the quickstart's 0.82 M-parameter model.
         values: Values to replace in the model's configuration.
     """
 
@@ -165,7 +165,7 @@ METHODS = {
     "nf4": Method(_NF4, nf4),
     "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
     "int4": Method(_int4_table(16, symmetric=False), lambda weight: int4(weight, 16)),
-    # MXFP4 as in gpt-oss. NF4 and float8 as in mixtures whose experts are separate, such as Qwen's and DeepSeek's.
+    # MXFP4 is as in gpt-oss. NF4 and float8 are as in models with separate experts, such as Qwen and DeepSeek.
     "mxfp4": Method(
         {"quant_method": "mxfp4"},
         mxfp4,

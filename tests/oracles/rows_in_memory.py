@@ -30,7 +30,7 @@ def read_rows(
     kind: RowKind = CHATS,
     **keys: Any,
 ) -> Iterator[DataRow]:
-    """Yield a source's rows. ``keys`` are keys of its table. Row errors go to ``on_bad_row``, or are raised."""
+    """Yield a source's rows. ``keys`` are its config keys. Row errors are raised, or passed to ``on_bad_row``."""
     for row in read_source(DatasetConfig(path=path, **keys), source_files(path, name, split), kind):
         if not isinstance(row, RowError):
             yield row
@@ -63,7 +63,7 @@ def loader_of(dataset: TokenDataset, shape: BatchShape, *, data_seed: int, **opt
 
 
 def encode_row(encoder: RowEncoder, row: PlainRow) -> TokenizedRow:
-    """Return the tokens of a row, or raise its RowError."""
+    """Return the tokens of a row, or raise the row's RowError."""
     (found,) = encoder.encode_many([row])
     if isinstance(found, RowError):
         raise found

@@ -19,7 +19,7 @@ __all__ = ["StepLoss", "StepRunner", "layer_runner"]
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Loss of one optimizer step."""
+    """Loss of one optimizer step, and its number of trained tokens."""
 
     loss: float
     num_trained_tokens: int

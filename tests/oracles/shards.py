@@ -37,7 +37,7 @@ def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_parquet(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Write row groups of three rows, so that cursors point to the start, the inside and the end of a group."""
+    """Write row groups of three rows, so that cursors point to the start, the middle and the end of a group."""
     import pyarrow
     import pyarrow.parquet
 

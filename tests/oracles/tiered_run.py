@@ -56,7 +56,7 @@ class TieredRun:
         assert self.moved.prefetch_wasted == 0 and self.moved.schedule_misses == 0
         for tier, stats in self.moved.tiers.items():
             assert stats.capacity_bytes == self.plan.budgets[tier]
-            # Blocks keep their home slots permanently.
+            # A block's home slot stays allocated for the whole run.
             assert stats.home_bytes == sum(self.plan.placement.home_bytes[tier].values())
             assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes
 
@@ -82,7 +82,8 @@ def config_text(
         nvme: Number of NVMe paths.
         rates: Rate of each path in GB/s.
         gpu: Size of the GPU tier, or "" for none. On the device "cpu", the tier is emulated.
-        tables: Lines to add to each table, by its name, or before all tables (``top``). ``ram`` is the size of RAM.
+        tables: Lines to add, by table name. ``top`` goes before all tables. ``ram`` is the size of the
+            RAM tier instead.
     """
     if gpu and device == "cpu":
         tables["advanced"] = f"emulate_gpu = true\n{tables.get('advanced', '')}"
@@ -133,7 +134,7 @@ def plan_of(config: RunConfig) -> Plan:
 
 @contextmanager
 def force_passing(passes: bool) -> Iterator[None]:
-    """Make plans lease the parts of the vocabulary one by one, or hold all of them."""
+    """Make plans lease vocabulary parts one by one if ``passes`` is set, and otherwise hold all of them."""
 
     def attempts(*values: Any, **options: Any) -> Attempts:
         return replace(Attempts(*values, **options), passes_parts=passes)
@@ -168,7 +169,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         engine.finish_updates()
         store.wait_idle()
         run.moved, run.moved_outside = store.stats() - before, engine.moved_bytes
-        running.end_steps()  # frees the steps' memory, because reading the weights may need it, as in an export
+        running.end_steps()  # frees the steps' memory, which reading the weights may need, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
                 home = plan.placement.homes[block.key]
@@ -196,7 +197,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 
 def write_tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write random weights, config and tokenizer to a folder, and return it. ``changes`` replace config values."""
+    """Write random weights, a config and a tokenizer to a folder, and return it. ``changes`` replace config values."""
     torch.manual_seed(7)
     config = AutoConfig.from_pretrained(QUICKSTART, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Cache of traces. Most plans in tests trace the same model with the same arguments.
 
-A trace takes most of a tiny run's time. The cache key contains all inputs of a trace: the model's modules, their code,
-its config and layouts, the arguments, torch's state, and the engine's globals. Tests of the trace itself call it
-directly; ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
+Tracing takes most of a tiny run's time. The cache key contains all inputs of a trace: the model's modules, code, config
+and layouts, the arguments, torch's state, and the engine's globals. Tests of tracing itself call the
+trace directly. ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
 
 Unless a test has replaced code, names identify these inputs, and the processes of a pytest run share traces as files.
 """
@@ -38,7 +38,7 @@ from megatrain.plan import traced
 
 #: Environment variable with the folder of shared traces, which ``conftest.py`` creates and removes.
 FOLDER = "KEPT_TRACES"
-#: Trace by key, with the globals whose addresses are in the key. Holding the globals prevents a reuse of the addresses.
+#: Trace by key, with the globals whose addresses are in the key. Holding the globals keeps the addresses unique.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
 #: Packages whose globals affect traces.
 _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
@@ -46,7 +46,7 @@ _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.model
 
 @contextmanager
 def cached_traces() -> Iterator[None]:
-    """Let plans reuse a trace if the model, the rows and all relevant code are the same."""
+    """Let plans reuse a trace if the model, the arguments and all relevant code are the same."""
     with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield
 
@@ -87,7 +87,7 @@ def _kept(trace: Callable[..., VisitTrace], graph: ModelGraph, *args: Any, **opt
 
 
 def _shared(text: str, make: Callable[[], VisitTrace]) -> VisitTrace:
-    """Return the trace with this key text: load it if another process has stored it, otherwise make and store it."""
+    """Return the trace with this key text. If no process has stored it yet, make and store it."""
     if not os.environ.get(FOLDER):
         return make()
     path = Path(os.environ[FOLDER], hashlib.sha256(text.encode()).hexdigest())
@@ -107,11 +107,11 @@ def _is_state(name: str, value: Any) -> bool:
 
 
 class _ReplacedError(Exception):
-    """An object has no stable name, because a test has replaced it."""
+    """Error for an object that has no stable name, because a test has replaced it."""
 
 
 def _written(value: Any) -> str:
-    """Return a text that identifies a value in every process. Raises ``_ReplacedError`` if that is impossible."""
+    """Return a string that identifies a value in every process. Raise ``_ReplacedError`` if that is impossible."""
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(map(_written, value.items())))}}}"
     if isinstance(value, list | tuple):
@@ -131,7 +131,7 @@ def _written(value: Any) -> str:
 
 
 def _name_of(value: Any) -> str:
-    """Return the import path of a function or class. Raises ``_ReplacedError`` if the path leads to something else."""
+    """Return the import path of a function or class. Raise ``_ReplacedError`` if the path leads to another object."""
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -162,9 +162,9 @@ def _of_forwards(graph: ModelGraph) -> Iterator[Any]:
 
 
 def _globals() -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each global that affects traces, because tests may replace them."""
+    """Yield the name and value of each global that affects traces, because tests may replace globals."""
     for name in _modules():
-        yield from sorted(vars(sys.modules[name]).items(), key=operator.itemgetter(0))  # imports add them in any order
+        yield from sorted(vars(sys.modules[name]).items(), key=operator.itemgetter(0))  # the order of imports varies
 
 
 @functools.cache

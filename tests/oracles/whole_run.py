@@ -18,7 +18,7 @@ from tiered.durable.manifest import read_manifest
 
 
 class RunRecorder(RunObserver):
-    """Records a run's reports, and can stop the run with a signal.
+    """Observer that records a run's reports and can stop the run with a signal.
 
     Args:
         stop_after: Step after which the run stops, or None to run to the end.
@@ -77,7 +77,7 @@ class WholeRun:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """``(step, loss)`` of all steps in the log, including those of earlier starts."""
+        """``(step, loss)`` of all steps in the log, including the steps of earlier starts."""
         return [(line["step"], line["loss"]) for line in self.lines if "grad_norm" in line]
 
     @property
@@ -116,7 +116,7 @@ def train_whole(
     Args:
         text: Config, in TOML.
         allow: Whether the config may differ from the checkpoint's.
-        overrides: Values in the form of ``--set``.
+        overrides: Config changes in the form of ``--set`` arguments.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.toml"

@@ -1,4 +1,4 @@
-"""Host updates overlap with other layers' computation on a device, and no layer starts before its own update ends."""
+"""Host updates overlap with the computation of other layers on a device. No layer starts before its update ends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run(folder: Path, model: Path, **tables: Any) -> TieredRun:
 
 
 class Beside:
-    """Delays each update of a middle layer until the model leases another unit's weights, and then for 20 ms more.
+    """Patch that delays each update of a middle layer until 20 ms after the model leases another unit's weights.
 
     Attributes:
-        went_on: Whether the model continued meanwhile, for each delayed update.
+        went_on: For each delayed update, whether the model continued during the delay.
         threads: Names of the threads that ran updates on the host.
     """
 

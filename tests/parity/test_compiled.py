@@ -1,4 +1,4 @@
-"""`model.compile`: one graph per kind of layer, the same bits at every placement, and an error that names the layer."""
+"""`model.compile`: one graph per kind of layer, equal results in any placement, and an error that names the layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_NVME = {"placement": "\n".join(f'{kind} = ["nvme"]' for kind in ("weights", 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    # The first torch.compile in a process turns this switch off.
+    # The first torch.compile in a process turns this validation off.
     validates = torch.distributions.Distribution._validate_args
     dynamo.reset()
     dynamo.utils.counters.clear()
@@ -50,7 +50,7 @@ def test_one_graph_for_all_layers(dtype: str, tiny_model: Path, tmp_path: Path) 
     keys, precision = 'compile = true\ncompile_backend = "aot_eager"', f'compute_dtype = "{dtype}"'
     compiled = run(tmp_path / "compiled", tiny_model, keys, nvme=0, precision=precision)
     num_layers = sum(unit.is_layer for unit in compiled.plan.graph.units)
-    assert num_layers > 1 and num_graphs() == 1  # for forward and recompute of all layers, steps and micro-batches
+    assert num_layers > 1 and num_graphs() == 1  # shared by the forward and recompute of all layers and steps
     plain = run(tmp_path / "plain", tiny_model, "", nvme=0, precision=precision)
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-5 if dtype == "float32" else 1e-2)
 
@@ -114,7 +114,7 @@ def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path,
     ],
 )
 def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) -> None:
-    """The trace runs uncompiled layers. A compiled layer must not save more bytes for the backward than these."""
+    """The trace runs uncompiled layers. Compiled layers must not save more for the backward than uncompiled ones."""
     kinds = ["sliding_attention", "full_attention"] * 2
     for family, values in {"llama": {}, "gemma3_text": {"sliding_window": 8, "layer_types": kinds}}.items():
         runner, access, batch = prepared(family, LayerCompiler(backend), kept=range(99), **values)
@@ -133,7 +133,7 @@ def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) ->
 
 
 def saved_nbytes(bound: BoundUnit) -> list[int]:
-    """Return a list that will receive the bytes that autograd saves in each forward of a layer, without its weights."""
+    """Return a list. Each forward of the layer adds the number of bytes that autograd saved, excluding weights."""
     forward, found = bound.forward, list[int]()
 
     def counting(*args: Any, **kwargs: Any) -> Any:

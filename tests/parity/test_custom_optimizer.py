@@ -52,7 +52,7 @@ def test_custom_optimizer_is_bitwise_equal_everywhere(
 
 
 def test_layers_and_names_have_separate_rates(tiny_model: Path, tmp_path: Path) -> None:
-    """Plain SGD changes a weight in proportion to its rate. The reference is a run with a single rate."""
+    """Plain SGD changes a weight in proportion to its learning rate. The reference run has a single rate."""
     table = 'optim = "sgd"\nsgd_momentum = 0.0\nweight_decay = 0.0\nmax_grad_norm = 0.0\n'
     groups = '[[optimizer.groups]]\nparams = ["*.mlp.*"]\nlr_mult = 0.25\n'
 
@@ -77,5 +77,5 @@ def test_layers_and_names_have_separate_rates(tiny_model: Path, tmp_path: Path) 
             scale = 0.5 ** (num_layers + 1)
         scale *= 0.25 if ".mlp." in name else 1.0
         assert torch.equal(found[name], spread[name])
-        last_place = 2.5e-7 if "norm" in name else 1e-8  # rounding of weights near 1, or near 0.02
+        last_place = 2.5e-7 if "norm" in name else 1e-8  # rounding error of weights near 1, or near 0.02
         assert torch.allclose(found[name], change * scale, rtol=1e-2, atol=last_place), name

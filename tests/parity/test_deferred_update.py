@@ -1,4 +1,4 @@
-"""Updates that a step defers to the next step: when they run, and what a non-finite gradient does."""
+"""Updates that a step defers to the next step: when they run, and how a non-finite gradient affects them."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path
         traffic = Traffic(plan.program, plan.placement.routes, plan.placement.homes, plan.placement.stays)
         moved[name] = traffic.step_bytes(kinds.__contains__)
     assert 0 < moved["late"]["nvme->ram"] <= gradient_bytes and 0 < moved["late"]["ram->nvme"] <= gradient_bytes
-    # A tied weight's gradient exists from the head's backward to the embedding's, and has to be evicted meanwhile.
+    # A tied weight's gradient exists from the head's backward to the embedding's, and must be evicted in between.
     of_tied = 4 * plans["soon"].graph.layouts["model.embed_tokens"].num_elements
     assert all(moved["soon"][link] == of_tied < moved["late"][link] for link in ("nvme->ram", "ram->nvme"))

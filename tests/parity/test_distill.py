@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 
 def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_words: int = VOCAB) -> tuple[Tensor, ...]:
-    """Return a random teacher's top entries, their log-probabilities, and the log-probability of all other entries."""
+    """Return a random teacher's top tokens, their log-probabilities, and the total log-probability of all others."""
     logits = 3 * torch.randn(*shape, num_words, generator=torch.Generator().manual_seed(seed))
     log_probs = (logits / temperature).log_softmax(-1)
     top = log_probs.topk(K)
@@ -60,7 +60,7 @@ def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_word
 
 
 def plain_loss(logits: Tensor, labels: Tensor, teacher: tuple[Tensor, ...], spec: Distillation) -> Tensor:
-    """Return the loss summed over rows, as docs/teachers.md defines it, in plain torch and double precision."""
+    """Return the loss of docs/teachers.md, summed over tokens instead of averaged, in plain torch and fp64."""
     ids, log_p, log_rest = teacher[0].long(), teacher[1].double(), teacher[2].double()
     student = (logits.double() / spec.temperature).log_softmax(-1)
     of_top = student.gather(-1, ids)
@@ -97,7 +97,7 @@ def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, tempe
 
 
 def test_all_words_of_the_teacher_and_none_of_its_mass_outside() -> None:
-    """If the teacher names every vocabulary entry, the bucket for the rest is empty, and no result is NaN."""
+    """If the teacher's scores cover every vocabulary entry, the bucket for the rest is empty, and no result is NaN."""
     logits = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
     teacher = teacher_of((4,), 1.0, num_words=K)
     assert torch.isneginf(teacher[2]).all()
@@ -172,7 +172,7 @@ def test_every_gradient_matches_plain_torch(family: str, options: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def scores(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Score the text that the runs train on, in both file formats, and return the folder of the scores."""
+    """Score the text that the runs train on, store the scores in both file formats, and return their folder."""
     folder = tmp_path_factory.mktemp("scores")
     path = folder / "score.toml"
     path.write_text(distill_text(folder, tiny_model, None))
@@ -223,7 +223,7 @@ def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path,
     assert [*first, *rest] == whole
     with pytest.raises(ConfigChangedError, match="top_k"):
         train(tmp_path / "b", "training.max_steps=7", "distill.top_k=3")
-    # With fewer of the teacher's vocabulary entries, the loss is different.
+    # With fewer of the teacher's tokens, the loss is different.
     assert train(tmp_path / "c", "training.max_steps=1", "distill.top_k=3")[0] != whole[0]
 
 

@@ -1,4 +1,4 @@
-"""An evaluation gives Hugging Face's loss, changes no bit of the training, and moves exactly the planned bytes."""
+"""An evaluation gives Hugging Face's loss, does not affect the training, and moves exactly the planned bytes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_evaluations_change_no_bit_and_read_every_weight_from_drives(
     assert sum(n for link, n in count_pass_traffic(run.plan, 1).items() if link.startswith("nvme->")) >= weights
 
 
-#: Generate samples for three rows of each set, with two rows per micro-batch.
+#: Generates samples for three rows of each set, with two rows per micro-batch.
 SAMPLES = EVALUATION + "\npredict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5"
 
 
@@ -224,7 +224,7 @@ def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: Whole
         assert [sample.generated for sample in metrics.samples] == expected
         assert [sample.reference for sample in metrics.samples] == tokenizer.batch_decode(answers)
         assert [sample.prompt for sample in metrics.samples] == tokenizer.batch_decode(prompts)
-    # The log contains the samples, and so does everything that reads it: a resumed run, the report and its page.
+    # The samples are in the log, and in everything that reads the log: a resumed run, the report and its page.
     found = last_evaluations(sampled.folder / "out/metrics.jsonl", NUM_STEPS)
     assert found["held_out"].samples == sampled.told.evaluations[-2].samples
     history = read_history(sampled.folder / "out")
@@ -264,7 +264,7 @@ def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whol
 def test_averages_are_evaluated_as_their_export_is(
     tiny_model: Path, tmp_path: Path, averaged: WholeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers layouts that are cut into parts, including layers with one block of weights but several of averages."""
+    """Covers layouts that are cut into parts, including layers with one weight block but several average blocks."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     tables = {**PLACEMENTS["NVMe"], **AVERAGED}
     run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
@@ -276,7 +276,7 @@ def test_averages_are_evaluated_as_their_export_is(
     trained, average = run.told.evaluations[-4], run.told.evaluations[-2]
     assert trained.loss != average.loss and len(average.samples) == 1
 
-    # The run exports the average of the best step, which is the last one. The export is an ordinary model.
+    # The run exports the average of the best step, which is the last step. The export is an ordinary model.
     final = tmp_path / "w/out/final"
     assert json.loads((final / "export.json").read_text())["ema"] and run.weights == exported(run, tmp_path / "again")
     once = f"eval_on_start = true\n{ONE_SAMPLE}"
@@ -293,7 +293,7 @@ def exported(run: WholeRun, folder: Path) -> bytes:
 
 
 def test_averages_that_do_not_fit_are_refused(averaged: WholeRun) -> None:
-    """The error states a size that suffices."""
+    """The error states a size of RAM that is sufficient."""
     plan = averaged.plan
 
     def with_ram(nbytes: int) -> Plan:
@@ -328,7 +328,7 @@ def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Whol
 
 
 def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) -> None:
-    """This must hold from any step, because a checkpoint in between restarts the schedule."""
+    """The next evaluation must be known at any step, because each checkpoint restarts the schedule."""
     unused: Any = None
     evaluator = Evaluator(
         resolve_evaluation(in_ram.config),
@@ -346,7 +346,7 @@ def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) ->
 
 
 def test_resumed_run_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
-    """The run stops before a due evaluation, then one step later. Its log has an evaluation of a step that was lost."""
+    """The run stops before a due evaluation, and again a step later. Its log has an evaluation of a lost step."""
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
     assert [line[0] for line in logged(stopped)] == [0, 0]
     train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=4)

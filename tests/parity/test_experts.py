@@ -1,4 +1,4 @@
-"""Split experts: a layer's fused experts that exceed a part are divided among several units."""
+"""Split experts: if a layer's fused experts exceed the size of a part, they are divided among several units."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _parts(graph: ModelGraph) -> list[ExpertsPart]:
 
 
 def _assert_only_experts_stayed(moved: Mapping[str, int], planned: Mapping[str, int], program: StepProgram) -> None:
-    """Assert that no link moved more than planned, and that the difference is whole blocks of experts."""
+    """Assert that no link moved more than planned, and that only whole blocks of experts were not moved."""
     of_experts = math.gcd(*(block.nbytes for key, block in program.blocks.items() if ".experts." in key))
     for link, nbytes in moved.items():
         assert 0 <= nbytes <= planned[link] and (planned[link] - nbytes) % of_experts == 0, (link, moved, planned)
@@ -126,7 +126,7 @@ def test_every_family_with_fused_experts(model_type: str) -> None:
 
 
 def write_mixture(folder: Path, model_type: str = "qwen3_moe", **others: int) -> Path:
-    """Write a model with 8 experts per layer and the quickstart's tokenizer, and return its folder."""
+    """Write a model with 8 experts per mixture layer and the quickstart's tokenizer, and return its folder."""
     words = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     values = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
     values |= {
@@ -162,9 +162,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
-    """Exceptions are tensors that a split layer saves between its units, and the rounding of each block to pages.
+    """Exceptions are tensors that a split layer keeps between its units, and the rounding of block sizes to pages.
 
-    This family's attention also returns its attention weights, [rows, heads, S, S], which no code reads.
+    In this family, attention also returns its attention weights, [rows, heads, S, S]. No code reads them, so they must
+    not be kept between units.
     """
     model = write_mixture(tmp_path / "model", "gpt_oss")
     plans: dict[bool, Plan] = {}
@@ -187,9 +188,9 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         return info.value.need_bytes
 
     for changes in (
-        (),  # exact clipping: all gradients are held
+        (),  # clipping by the global norm: all gradients are held
         ("precision.grad_dtype=bfloat16",),
-        ("optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # gradients share a few blocks in turns
+        ("optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # gradients share a few blocks in turn
     ):
         split, whole = (least_ram(is_split=is_split, changes=changes) for is_split in (True, False))
         outside = [_bytes_outside_blocks(plans[is_split]) for is_split in (True, False)]
@@ -204,7 +205,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
 
 
 def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
-    """The remedy ``split_experts`` states the size that it needs. It is absent if splitting is on or unsupported."""
+    """The remedy ``split_experts`` states the RAM that it needs. It is absent if splitting is on or unsupported."""
     model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
     (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
 
@@ -226,13 +227,13 @@ def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
     assert remedy.change not in str(refused(on))
     config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={remedy.need_bytes}B"]).config
     plan_run(resolve(config))
-    # Remedies if gradients need the memory. Split layers cannot use per-layer clipping.
+    # If gradients need the memory, the remedies change clipping. Split layers cannot use per-layer clipping.
     for changes, change in (((), 'max_grad_norm = 0, or optimizer.clip_scope = "layer"'), ((on,), "max_grad_norm = 0")):
         assert f"optimizer.{change}" in [each.change for each in refused(*changes, name="ram.toml").remedies]
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
-    """Return the bytes of all saved inputs, of the workspace, and of a micro-batch's tensors between two visits."""
+    """Return the bytes of all saved inputs, the workspace, and the most bytes of a micro-batch between two visits."""
     trace, num_micro_batches = plan.trace, plan.run.batch.num_micro_batches
     saved = sum(
         torch.Size(shape).numel() * dtype.itemsize
@@ -293,7 +294,7 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["nf4 experts", "mxfp4", "fp8 experts"])
 def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every placement, a block has the packed bytes of its experts, and all blocks together have all experts."""
+    """In every placement, each block has the packed bytes of its experts, and the blocks together have all experts."""
     model, _ = quantized_pair(tmp_path, method)
     runs: dict[str, TieredRun] = {}
     for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
@@ -325,7 +326,7 @@ SCORED = {
 
 @pytest.mark.parametrize("place", SCORED)
 def test_scores_match_transformers(place: str, mixture: Path, tmp_path: Path) -> None:
-    """The scores have the same bits wherever the experts are."""
+    """The scores are bit-identical wherever the experts are."""
 
     def score(name: str, *changes: str) -> tuple[Scorer, ScoreSummary, list[dict[str, Any]]]:
         folder = tmp_path / name
@@ -381,7 +382,7 @@ PREFERENCES = EXAMPLES / "quickstart/preferences.jsonl"
 
 
 def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path: Path) -> None:
-    """The cached reference of whole layers is not reused, because split experts round sums differently."""
+    """A cached reference from whole layers is not reused, because sums are rounded differently with split experts."""
 
     def run(name: str, *, is_split: bool) -> tuple[list[float], list[str]]:
         folder = tmp_path / name
@@ -401,7 +402,7 @@ def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path:
 
 
 def test_completions_match_transformers(mixture: Path) -> None:
-    """Both the weights and the key-value cache are in parts."""
+    """Each expert's weights are a separate block, and blocks also hold the key-value cache."""
     values: dict[str, Any] = {
         "model": {"model_name_or_path": str(mixture), "split_experts": True},
         "device": "cpu",
@@ -413,7 +414,7 @@ def test_completions_match_transformers(mixture: Path) -> None:
     generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], GenerationSettings(5, 0.0, 7))
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
-    # Two tokens do not reach all experts, so the plan is an upper bound.
+    # The tokens of two prompts do not reach all experts, so the plan is an upper bound.
     _assert_only_experts_stayed(generator.moved_bytes, generator.planned_bytes, generator.plan.plan.program)
     planned = generator.planned_bytes["folder->ram"]
     assert planned / 2 < generator.moved_bytes["folder->ram"] < planned
@@ -453,7 +454,7 @@ def test_ranks_match_one_process_bitwise(mixture: Path, tmp_path: Path) -> None:
 
 
 def test_experts_without_tokens_do_not_move(mixture: Path, tmp_path: Path) -> None:
-    """A few tokens reach only a few experts, so less moves than planned. The results have the same bits."""
+    """A few tokens reach only a few experts, so fewer bytes move than planned. The results are bit-identical."""
 
     def run(name: str, lora: str = "", **options: Any) -> TieredRun:
         folder = tmp_path / name.replace(" ", "_")

@@ -1,4 +1,4 @@
-"""Loss and every gradient of the streamed step equal those of plain Hugging Face, for every family."""
+"""Loss and every gradient of the streamed step match plain Hugging Face, for every family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
 TIED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "granite", "cohere2", "smollm3")
-#: Tolerance of families with large rounding errors in fp32 gradients, in Hugging Face too (2.9e-5 of the largest).
+#: Tolerance by family. In these families, fp32 gradients have large rounding errors even in Hugging Face: 2.9e-5 of the
+#: largest gradient.
 NOISY = {"gemma4_text": 5e-5}
 
 
@@ -58,7 +59,7 @@ def assert_equal(
 def compare(
     config: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, tolerance: float = 1e-5, **options: Any
 ) -> StepRunner:
-    """Compare the layer order with Hugging Face, and the micro-batch order with the layer order bit for bit."""
+    """Compare a step in layer order with Hugging Face, and bit for bit with a step in micro-batch order."""
     model = build_model(config, freeze=options.get("freeze", ()))
     expected = train_step(model, batches, SEED)
     loss, gradients, runner = streamed(config, model, batches, **options)
@@ -126,7 +127,7 @@ def test_packed_documents() -> None:
 def test_bfloat16() -> None:
     config = tiny_config("llama", tied=False)
     model = build_model(config, torch.bfloat16)
-    batches = padded_batches()[:1]  # Hugging Face adds micro-batches in bf16, but the engine adds them in fp32
+    batches = padded_batches()[:1]  # Hugging Face adds gradients in bf16, but the engine in fp32
     expected = train_step(model, batches, SEED)
     loss, gradients, _ = streamed(config, model, batches, dtype=torch.bfloat16)
     assert_equal(expected, loss, {n: g.to(torch.bfloat16) for n, g in gradients.items()}, tolerance=2e-2)

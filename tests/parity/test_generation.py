@@ -92,7 +92,7 @@ def test_tokens_match_transformers_for_any_cache_placement(
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_continues_as_transformers_does(family: str) -> None:
-    """Blocks hold every kind of cache. A model is refused only if transformers cannot generate with its cache."""
+    """Blocks can hold every kind of cache. A model is refused only if transformers cannot generate with its cache."""
     config = tiny_config(family)
     config.get_text_config(decoder=True).attention_dropout = 0.5  # off in eval mode
     model = build_model(config).eval()

@@ -1,7 +1,7 @@
 """GPU memory as a home of blocks, emulated in RAM: runs have three tiers, and layers run in the fastest one.
 
-Only the device is missing. Copies to and from the compute tier, two-hop routes to files, the tiers of updates and the
-planned traffic are as in a GPU run. Results must be bit-identical to a run in RAM.
+Only the GPU itself is missing. Copies to and from the compute tier, two-hop routes to files, the tiers of updates and
+the planned traffic are as in a GPU run. Results must be bit-identical to a run in RAM.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any)
 
 
 def groups_on_gpu(result: TieredRun) -> tuple[int, int]:
-    """Return the number of groups that are updated in the GPU tier, and the number of all groups."""
+    """Return the number of groups updated in the GPU tier, and the total number of groups."""
     updates = [tick for tick in result.plan.program.ticks if tick.phase == "update"]
     return len(result.plan.updates.gpu_memory_ticks), len(updates)
 
 
 @pytest.fixture(scope="module")
 def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    """Return a function that trains with everything in RAM and the given tables, and caches the results."""
+    """Return a function that trains with the given tables and everything in RAM, and caches the results."""
     known: dict[str, TieredRun] = {}
 
     def find(model: Path = tiny_model, freeze: str = "", **tables: str) -> TieredRun:
@@ -162,7 +162,7 @@ def test_requested_homes_are_used(placement: str, tiny_model: Path, tmp_path: Pa
 
 
 def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
-    """Neither tier can hold the blocks alone, and there is no drive."""
+    """Neither tier alone can hold all blocks, and there is no drive."""
     blocks = baseline().plan.program.blocks.values()
     assert 12 * MiB < sum(block.nbytes for block in blocks) < 20 * MiB
     with pytest.raises(DoesNotFitError):
@@ -174,7 +174,7 @@ def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline:
 
 @pytest.mark.slow
 def test_more_gpu_memory_never_moves_more(tiny_model: Path, tmp_path: Path) -> None:
-    """One percent more is allowed, because a block whose home is GPU memory takes space from copies."""
+    """One percent more is allowed, because blocks whose home is GPU memory leave less space for copies."""
     moved = []
     for size in range(6, 24):
         (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, gpu=f"{size}MiB"))

@@ -1,4 +1,4 @@
-"""Updates during the backward: gradients share a few blocks in turns, and layers are checked and clipped one by one."""
+"""Updates during the backward: gradients share a few blocks in turn, and layers are checked and clipped one by one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope="module")
 def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders of models: the tiny one, one with an untied head, and one that uses a block in three places."""
+    """Return model folders: the tiny one, one with an untied head, and one that uses the same layer in three places."""
     untied = write_tiny_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
     zamba = tmp_path_factory.mktemp("zamba2")
     torch.manual_seed(7)
@@ -64,7 +64,7 @@ def text_of(folder: Path, model: Path, *, freeze: str = "", **tables: Any) -> st
 
 @pytest.fixture(scope="module")
 def baseline(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TieredRun]:
-    """Return a function that trains a model with everything in RAM and the given tables, and caches the results."""
+    """Return a function that trains a model with the given tables and everything in RAM, and caches the results."""
     known: dict[str, TieredRun] = {}
 
     def find(model: str, **tables: str) -> TieredRun:
@@ -116,7 +116,7 @@ def test_gradients_that_take_turns_give_the_bits_of_gradients_that_are_held(
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_clipping_by_layer_is_pytorch_clipping_each_unit(model: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """The plain loop calls ``clip_grad_norm_`` once per unit. Clipping by the global norm gives other weights."""
+    """The plain loop calls ``clip_grad_norm_`` once per unit. Clipping by the global norm gives different weights."""
     text = text_of(tmp_path, models[model], optimizer=PER_LAYER)
     ours = run_config(text, tmp_path, num_steps=8)
     config = load_config(tmp_path / "run.toml").config
@@ -165,7 +165,10 @@ LEAST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", LEAST)
 def test_run_fits_its_minimum_memory(case: str, tmp_path: Path) -> None:
-    """Covers loading, steps, a checkpoint and the export. A layer's fp32 copy cannot use the gradients' memory."""
+    """Covers loading, steps, a checkpoint and the export.
+
+    Loading and the export need an fp32 copy of a layer, which cannot use the gradients' memory.
+    """
     wide = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, vocab_size=4096)
     path = tmp_path / "run.toml"
 
@@ -239,7 +242,7 @@ def test_stop_per_layer_skips_all_later_updates(
 
 
 def test_nonfinite_loss_changes_no_state(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is the usual kind of non-finite step: all gradients are NaN, and the first is found before any update."""
+    """This is the usual kind of non-finite step: all gradients are NaN, which is detected before any update."""
     with steps(tmp_path / "a", tiny_model, NO_CLIPPING) as run:
         run.step()
         before = run.contents()

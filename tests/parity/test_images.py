@@ -1,4 +1,4 @@
-"""Training on rows with images matches Hugging Face, with the same bits wherever the blocks are."""
+"""Training on rows with images matches Hugging Face, and is bit-identical wherever the blocks are."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
 ) -> None:
     folder = folder_of(family, folders)
     rows = write_rows(tmp_path, ROWS)
-    # Of six micro-batches with one row, two have no image. With two rows, the number of images varies.
+    # With one row per micro-batch, two of six have no image. With two rows, the number of images varies.
     for num_micro_batches, batch_rows in ((6, 1), (3, 2)):
         batches = next(make_loader(folder, rows, num_micro_batches=num_micro_batches, batch_rows=batch_rows))
         micro_batches = batches.micro_batches
@@ -129,7 +129,7 @@ TOWERS = {"qwen2_5_vl": ["model.visual"], "llava": ["model.vision_tower", "model
 def test_adapters_are_trained_as_by_peft(
     family: str, images: Literal["frozen", "trained"], folders: Path, tmp_path: Path
 ) -> None:
-    """Only the language model has adapters. The tower shares its module names, and is frozen or trained as a whole."""
+    """Only the language model has adapters. The tower's modules have the same names, but no adapters."""
     folder, rows = folder_of(family, folders), write_rows(tmp_path, ROWS[:3])
     micro_batches = next(make_loader(folder, rows, num_micro_batches=3, batch_rows=1)).micro_batches
     graph = build_graph(folder, images=images, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))

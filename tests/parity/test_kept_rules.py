@@ -1,4 +1,4 @@
-"""Choices that a config leaves to the program. A resumed run keeps those of its first start, in any later version."""
+"""Settings that a config leaves open. A resumed run keeps the choices of its first start, even in a later version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def weights(folder: Path) -> bytes:
 def test_a_run_keeps_its_cut_into_micro_batches(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed in other tiers by a version with another token target, a run has the bits of an uninterrupted run."""
+    """Resuming in other tiers, by a version with another token target, gives the weights of an uninterrupted run."""
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
     unbroken = trainer(tmp_path / "unbroken", tiny_model, 2)
     assert (unbroken.plan.run.batch.micro_batch_rows, unbroken.plan.run.batch.num_micro_batches) == (2, 3)
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_a_record_keeps_the_former_cut(
 
 
 def test_tokens_of_a_micro_batch_in_a_checkpoint() -> None:
-    """Versions that did not record the number aimed at 8,192 tokens on a GPU and at 2,048 on a CPU."""
+    """Older versions did not record this number. Their target was 8,192 tokens on a GPU and 2,048 on a CPU."""
     cases: tuple[tuple[object, int | None], ...] = (
         ({"device": "cuda"}, 8192),
         ({"device": "cpu"}, 2048),

@@ -1,4 +1,4 @@
-"""Gradients are bit-identical to the lanes' sums, added by hand in the tree, at every placement."""
+"""In every placement, gradients are bit-identical to the lanes' sums, which the test adds in the order of the tree."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(folder: Path, model: Path, *, num_steps: int = 2, **options: Any) -> Tie
 
 
 class ByUse(MemoryAccess):
-    """Access in memory that returns gradients by use site."""
+    """In-memory access that returns gradients by use site."""
 
     def take(self) -> dict[tuple[int, str], Tensor]:
         found = {
@@ -59,7 +59,7 @@ class ByUse(MemoryAccess):
 
 
 def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
-    """Run the engine with one lane on each lane's micro-batches, add the gradients in the tree, and return them."""
+    """Run each lane's micro-batches alone, add the lanes' gradients in the order of the tree, and return the sums."""
     access = ByUse(plan.graph, weights, plan.graph.dtype)
     runner = layer_runner(
         plan.graph,
@@ -92,7 +92,7 @@ def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: 
 
 
 def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients that the first step's updates use, and the gradients computed by hand."""
+    """Return the gradients that the first step's updates use, and the result of ``gradients_by_hand``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
@@ -160,7 +160,7 @@ def test_gradients_are_the_lanes_sums_added_in_the_tree(
 
 
 def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts are cut into parts, which the embedding and the head hold or lease one after the other."""
+    """The embedding and the head hold all parts of their layouts, or lease the parts one after the other."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(head_plan, "_COLUMNS", 192)  # several vocabulary parts per part of the weight
@@ -206,7 +206,7 @@ def test_open_sums_are_planned(
 ) -> None:
     """The workspace has exactly the pages that the largest visit needs, including its open sums.
 
-    With few lanes, the largest visit is a layer. With more lanes, the open sums dominate, and it is the head.
+    With few lanes, the largest visit is a layer. With more lanes, the open sums dominate, and the head is largest.
     """
     fullest, taken = {}, {}
     for lanes in (1, 2, 8):
@@ -238,7 +238,7 @@ def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: P
 
 
 def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Path) -> None:
-    """With "auto", a run keeps the checkpoint's number. Another number would change the results, and is refused."""
+    """With "auto", a resumed run keeps its number of lanes. A different number would change results, and is refused."""
 
     def trainer(lanes: int | str, steps: int) -> Trainer:
         text = text_of(tmp_path, tiny_model, lanes=lanes, nvme=0).replace(

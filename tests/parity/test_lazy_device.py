@@ -1,4 +1,4 @@
-"""Runs with the CUDA tier and its links, on a fake device that delays all copies until a wait needs them.
+"""Runs with the CUDA tier and its links, on a fake device that delays each copy until some code waits for it.
 
 Layers run on the host without delay. Copies between tiers are queued on streams, with the events, leases and threads of
 a GPU run. Results must be bit-identical to a run in RAM, and the traffic must be as planned.

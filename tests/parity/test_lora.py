@@ -46,7 +46,7 @@ def streamed(
 def compare(
     family: str, spec: LoraConfig, dtype: torch.dtype = torch.float32, *, mlp_rows: int = 0, **values: Any
 ) -> None:
-    """Compare the layer order with peft, and the micro-batch order with the layer order bit for bit."""
+    """Compare a step in layer order with peft, and bit for bit with a step in micro-batch order."""
     config, modules = tiny_config(family, **values), spec.target_modules
     settings = {
         "r": spec.r,
@@ -119,10 +119,10 @@ def test_dora(family: str, modules: tuple[str, ...]) -> None:
 @pytest.mark.filterwarnings("ignore")  # warnings from peft and transformers
 @pytest.mark.parametrize(("family", "modules"), [("gpt2", ("c_attn", "c_fc")), ("llama", ("q_proj", "down_proj"))])
 def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[str, ...]) -> None:
-    """Conv1D stores its weight transposed. In peft and here, each norm covers the weights of one output feature."""
+    """Conv1D stores its weight transposed. In peft and this project, each norm covers one output feature's weights."""
     config = tiny_config(family)
     plain = build_model(config)
-    for name, weight in plain.named_parameters():  # no two rows or columns have the same norm
+    for name, weight in plain.named_parameters():  # so that no two rows or columns have the same norm
         with torch.no_grad():
             weight.mul_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(len(name))))
     base = {name.removesuffix(".weight"): weight.detach().clone() for name, weight in plain.named_parameters()}

@@ -1,4 +1,4 @@
-"""Muon on fused parameters equals torch's Muon on the split matrices, and a resumed run keeps its rule for them."""
+"""Muon on fused parameters equals torch's Muon on the split matrices. A resumed run keeps its rule for splitting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def split(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def by_torch(model: Path, micro_batches: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:
-    """Return the weights after one step of torch's Muon on split or whole matrices, and AdamW on all others."""
+    """Return the weights after one step of torch's Muon on split or whole matrices, and AdamW on all other weights."""
     plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
     for batch in micro_batches:
@@ -89,7 +89,7 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
         resumed = trainer(folder, "", 4)
         assert resumed.run.optimizer.muon_fused == (rule or "parts")
         assert resumed.train().num_steps == 4
-    # Runs from before this key keep the rule "whole".
+    # Runs that started before this key existed keep the rule "whole".
     config = load_config(tmp_path / "old" / "run.toml").config
     before = to_toml(config).replace('muon_fused = "auto"\n', "")
     assert "muon_fused" not in before

@@ -1,4 +1,4 @@
-"""Label smoothing, noisy embeddings and z-loss match transformers and torch, with the same bits wherever blocks are."""
+"""Label smoothing, noisy embeddings and z-loss match transformers and torch, and are bit-identical in any placement."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def streamed(
 
 
 def smoothed_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, dict[str, Any]]:
-    """Return loss and gradients from transformers' label smoother, called as in its Trainer."""
+    """Return loss and gradients from transformers' label smoother, called as in transformers' Trainer."""
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
     smoother, total = LabelSmoother(epsilon=FACTOR), 0.0
     for number, batch in enumerate(micro_batches):

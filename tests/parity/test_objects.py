@@ -1,4 +1,4 @@
-"""Runs with a drive and an object tier, both linked to RAM, have the bits of a run in RAM and the planned traffic."""
+"""Runs with a drive and an object tier, both linked to RAM, equal a run in RAM bit for bit. Traffic is as planned."""
 
 from __future__ import annotations
 

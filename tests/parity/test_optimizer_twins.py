@@ -53,7 +53,7 @@ def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int
         optimizer = make(groups, lr=lr)
         parameters = torch.nn.ParameterList(p for group in groups for p in group["params"])
         average = AveragedModel(parameters, multi_avg_fn=get_ema_multi_avg_fn(table.ema_decay))
-        average.update_parameters(parameters)  # the first call copies, so that the average starts as the weights
+        average.update_parameters(parameters)  # the first call copies the weights
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(parameters))
         averaged.append((parameters, average))
         return optimizer

@@ -1,4 +1,4 @@
-"""The planner runs micro-batches one at a time if this keeps more of the forward for the backward."""
+"""The planner runs micro-batches one at a time if more of the forward can then be kept for the backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_micro_batches_run_sequentially_if_more_is_kept(ram: str, tmp_path: Path
     assert (by_layer.run.batch.order, plan.run.batch.order) == ("layer", "micro_batch")
     assert plan.totals["ram"] == plan.budgets["ram"] and not any(plan.traffic.values())
     assert [len(each.program.recompute.kept_graphs) for each in (plan, by_layer)] == [6, 1]
-    # A forward is a fourth of a step that recomputes everything.
+    # A forward is a quarter of the work of a step that recomputes everything.
     assert 0.75 * flops_per_token(by_layer) < flops_per_token(plan) < 0.99 * flops_per_token(by_layer)
     assert "one micro-batch at a time" in headline(plan) and "at a time" not in headline(by_layer)
 

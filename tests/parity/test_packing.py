@@ -21,7 +21,7 @@ from megatrain.training.resolve import resolve_data
 from oracles.rows_in_memory import loader_of
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
-#: Number of words in the prompt, and in the completion, of each document.
+#: Number of words in each document's prompt, which is also the number in its completion.
 LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)
 MAX_LENGTH = 128
 
@@ -48,7 +48,7 @@ def config_of(folder: Path, model: Path, rows: Path, *, packing: bool) -> str:
 
 
 def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> dict[tuple[int, ...], torch.Tensor]:
-    """Return the losses of each document's trained tokens from Hugging Face's forward, by the document's token ids."""
+    """Return the losses of each document's trained tokens, by the document's token ids, from Hugging Face's forward."""
     loader = loader_of(dataset, BatchShape(3, 4, MAX_LENGTH, packing), data_seed=5)
     found = {}
     for batch in itertools.islice(loader, loader.steps_per_epoch):

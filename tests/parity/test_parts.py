@@ -1,4 +1,4 @@
-"""Optimizer state and gradients of a large layout have one block per part, which changes no result of a run."""
+"""Optimizer state and gradients of a large layout have one block per part. This does not change a run's results."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every layer of the tiny model into parts, and lease parts one by one although this saves little memory."""
+    """Cut every layer of the tiny model into parts, and lease parts one by one even if this saves little memory."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
 
 
 def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
-    """If anything moves, the head and the embedding lease one part of their weight and gradient at a time."""
+    """If any block moves, the head and the embedding lease one part of their weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}
     for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
         folder = tmp_path / name.replace(" ", "_")
@@ -70,7 +70,7 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
-    """Return runs with uncut layouts but with the vocabulary parts of cut ones, because these parts affect the bits."""
+    """Return runs with uncut layouts but the vocabulary parts of cut layouts, because these parts affect rounding."""
 
     def boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
         alone = [layout for layout in graph.layouts.values() if [entry.name for entry in layout.entries] == [name]]
@@ -150,7 +150,7 @@ def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
 def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
     tiny_model: Path, tmp_path: Path, small_parts: None
 ) -> None:
-    """Saved from drives, continued in RAM, and exported from its files, a run has the bits of an uninterrupted run."""
+    """A run saved from drives, continued in RAM and exported is bit-identical to an uninterrupted run."""
 
     def keys_of(out: Path) -> set[str]:
         return {record.key for record in read_manifest(out / "checkpoints").blocks}
@@ -167,7 +167,7 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 
     straight = train(4, "straight", nvme=0)
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
-    # A version with whole weights can also continue, because a checkpoint does not depend on how weights are cut.
+    # A version with whole weights can also continue the run. A checkpoint does not depend on how weights are cut.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProgramBuilder, "_can_use_parts", lambda *_: False)
         stopped = train(3, "stopped", nvme=0)

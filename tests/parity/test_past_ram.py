@@ -1,7 +1,7 @@
 """Runs that move blocks directly between drives and emulated GPU memory, instead of through RAM.
 
-The direct route is real except for the device: plans, working sets, prefetching, routes and files. Results must be
-bit-identical to a run in RAM, traffic must be as planned, and less RAM must be needed.
+Everything except the device is real: plans, working sets, prefetching, routes and files. Results must be bit-identical
+to a run in RAM, traffic must be as planned, and less RAM must be needed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def bytes_by_link(run: TieredRun) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    """Return a function that trains with everything in RAM and the given tables, and caches the results."""
+    """Return a function that trains with the given tables and everything in RAM, and caches the results."""
     known: dict[str, TieredRun] = {}
 
     def find(**tables: Any) -> TieredRun:
@@ -114,7 +114,7 @@ def test_direct_copies_work_for_any_step_order(
 
 
 def test_less_ram_is_needed(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
-    """Plain SGD has no state. Without direct copies, the backward therefore needs more blocks in RAM than an update."""
+    """Plain SGD has no state. Without direct copies, the backward therefore needs more RAM than an update does."""
     tables: dict[str, Any] = {"optimizer": 'optim = "sgd"\nsgd_momentum = 0.0'}
     given: dict[str, Any] = {"gpu": "9MiB", "placement": ALL_NVME, **tables}
     need = {way: smallest_ram(tmp_path / way, tiny_model, tiers=f'direct = "{way}"', **given) for way in ("off", "on")}

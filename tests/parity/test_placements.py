@@ -43,7 +43,7 @@ def run(folder: Path, model: Path, placement: dict[str, Any], precision: str) ->
     if options.get("ram") == "tight":
         options["ram"] = "5500KiB"
     elif options.get("placement") == ALL_NVME:
-        options.setdefault("ram", "7MiB")  # with more RAM, copies stay there between uses, and less moves
+        options.setdefault("ram", "7MiB")  # with more RAM, copies stay there between uses, so fewer bytes move
     return run_config(config_text(folder, model, precision=precision, **options), folder, num_steps=NUM_STEPS)
 
 

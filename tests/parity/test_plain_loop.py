@@ -19,10 +19,10 @@ NUM_STEPS = 20
 def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> None:
     """Losses agree within 2e-6, norms within 1e-4, and weights within 4e-4 of the tensor's largest weight.
 
-    The arithmetic is the same, but a few sums have another order (the loss in pieces, the norm in fp64). The steps
-    amplify the difference, because Adam's first steps divide by gradients near zero. Measured on an AMD EPYC: 8e-8,
-    8e-6 and 7e-6. On an Intel Xeon, weights differ by 1.1e-4 to 2.7e-4, depending on the mode of MKL. The plain loop
-    itself differs by up to 1.9e-4 between two modes.
+    The arithmetic is the same, but a few sums are computed differently (the loss in pieces, the norm in fp64). The
+    steps amplify the difference, because Adam's first steps divide by gradients near zero. On an AMD EPYC, the measured
+    differences are 8e-8, 8e-6 and 7e-6. On an Intel Xeon, weights differ by 1.1e-4 to 2.7e-4, depending on MKL's mode.
+    The plain loop itself differs by up to 1.9e-4 between two MKL modes.
     """
     text = config_text(tmp_path, tiny_model, ram="5500KiB")
     ours = run_config(text, tmp_path, num_steps=NUM_STEPS)
@@ -50,7 +50,7 @@ def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> N
 
 
 def test_all_parameters_decay_if_nothing_is_excluded(tiny_model: Path, tmp_path: Path) -> None:
-    """Vectors decay too, as with `torch.optim.AdamW` and all parameters in one group."""
+    """Vectors also decay, as with `torch.optim.AdamW` and a single parameter group."""
     text = config_text(tmp_path, tiny_model, ram="5500KiB", optimizer="weight_decay = 5.0\nweight_decay_exclude = []")
     ours = run_config(text, tmp_path, num_steps=3)
     config = load_config(tmp_path / "run.toml").config

@@ -1,4 +1,4 @@
-"""Whole preference runs: a resumed run has the same bits, and the reference is computed once and reused."""
+"""Whole preference runs: a resumed run is bit-identical, and the reference is computed once and reused."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_resumed_run_keeps_its_reference(tiny_model: Path, tmp_path: Path, in_ra
     (kept,) = (folder / "out" / FOLDER_NAME).iterdir()
     whole = kept.read_bytes()
 
-    # A reference of other initial weights, a damaged one and a missing one are errors, and nothing is trained.
+    # A reference from other initial weights, a damaged reference and a missing reference stop the run before training.
     values = torch.zeros(json.loads(whole.partition(b"\n")[0])["count"]).numpy()
     body = values.tobytes()
     header = json.loads(whole.partition(b"\n")[0]) | {"checksum": checksum(body)}

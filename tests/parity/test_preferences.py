@@ -1,4 +1,4 @@
-"""Preference losses, their metrics and every gradient match TRL, with the same bits in any loop order."""
+"""Preference losses, their metrics and every gradient match TRL, and are bit-identical in any loop order."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_runner(
 
 
 class Setup:
-    """A policy, a reference with other weights, and the micro-batches of a step."""
+    """A policy, a reference with different weights, and the micro-batches of a step."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Setup:
 
 
 def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-probability and length of each row's answer, from whole logits."""
+    """Return the log-probability and length of each row's answer, computed from the full logits."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     logps = functional.log_softmax(logits.float(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -122,7 +122,7 @@ def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: Any, reference: Any) -> Tensor:
-    """Return the loss over all examples of a step, as its paper defines it."""
+    """Return the loss over all examples of a step, as defined in the paper of the loss."""
     terms, likelihood, tokens = [], [], 0.0
     for batch in batches:
         half = len(batch["input_ids"]) // 2
@@ -169,7 +169,7 @@ def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: 
 
 
 def nll_of_chosen(batches: list[dict[str, Tensor]], policy: Any) -> float:
-    """Return the mean negative log-likelihood per token of the chosen answers, from whole logits."""
+    """Return the mean negative log-likelihood per token of the chosen answers, computed from the full logits."""
     with torch.no_grad():
         found = [answers(policy, batch) for batch in batches]
     halves = [slice(0, len(logps) // 2) for logps, _ in found]
@@ -214,7 +214,7 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     assert ("nll_loss" in figures) == bool(setup.loss.rpo_alpha or name == "orpo")
     assert figures.get("nll_loss", 0.0) in (0.0, pytest.approx(nll_of_chosen(setup.batches, setup.policy), rel=1e-5))
 
-    # Neither the loop order nor leasing vocabulary parts in turn changes a bit. Whole logits round differently.
+    # Neither the loop order nor leasing vocabulary parts in turn changes the results. Full logits differ by rounding.
     for options in ({"order": "micro_batch"}, {"is_part_major": True}):
         again, same, gradients = setup.step(**options)
         assert again == loss and same == figures

@@ -35,7 +35,7 @@ def test_quantized_lora_matches_peft_on_the_plain_model(method: str, tmp_path: P
         nvme=0,
         placement='weights = ["folder"]',
         precision='compute_dtype = "float32"',
-        # In one step of plain SGD with rate 1, the change of a weight is its gradient.
+        # One step of plain SGD with learning rate 1 subtracts the gradient from each weight.
         optimizer='optim = "sgd"\nsgd_momentum = 0\nweight_decay = 0\nmax_grad_norm = 0',
     ).replace("learning_rate = 1e-3", "learning_rate = 1.0")
     lora = f'[lora]\nadapter_name_or_path = "{tmp_path / "adapter"}"\n[training]'
@@ -49,6 +49,6 @@ def test_quantized_lora_matches_peft_on_the_plain_model(method: str, tmp_path: P
     assert gradients.keys() == before.keys() and len(gradients) > 3
     for name, gradient in gradients.items():
         found, most = before[name] - run.weights[name], float(gradient.abs().max())
-        # The difference of two weights has the rounding error of the larger one.
+        # The difference between two weights has the rounding error of the larger one.
         error, rounding = float((found - gradient).abs().max()), 1e-7 * float(before[name].abs().max())
         assert most > 0 and error <= 1e-4 * most + rounding, (name, error, most)

@@ -1,4 +1,4 @@
-"""Runs have the same bits with any number of processes, and each process moves the bytes that its plan states."""
+"""Runs are bit-identical with any number of processes, and each process moves the bytes that its plan states."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ BF16 = 'compute_dtype = "bfloat16"'
 
 @dataclass(frozen=True)
 class Case:
-    """Run that every world repeats.
+    """Run that is repeated with different numbers of ranks and hosts.
 
     Attributes:
         model: Name of the model's folder.
         tables: Arguments of ``config_text``.
         other_tables: Additional arguments on odd ranks, which give blocks other homes.
         has_parts: Whether layouts are cut into parts of the smallest size.
-        passes: Worlds that lease vocabulary parts one by one: ``never``, ``on hosts`` (with several hosts), or
-            ``always`` (with several ranks).
-        labels: Micro-batches that have labels: ``all`` or ``few``.
+        passes: When vocabulary parts are leased one by one: ``never``, ``on hosts`` (with several hosts), or ``always``
+            (with several ranks).
+        labels: Which micro-batches have labels: ``all`` or ``few``.
         lanes: Number of gradient lanes.
         num_micro_batches: Number of micro-batches in a step.
     """
@@ -69,7 +69,7 @@ class Case:
 
 
 def samples(count: int) -> str:
-    """Return config keys that generate ``count`` samples. One of three ranks gets fewer rows than the others, or 0."""
+    """Return config keys that generate ``count`` samples. Of three ranks, one gets fewer rows or none."""
     return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
 
 
@@ -123,7 +123,8 @@ def write_models(folder: Path) -> None:
     """Write the tiny models that the cases train."""
     write_tiny_model(folder / "tied", attention_dropout=0.1)
     write_tiny_model(folder / "untied", tie_word_embeddings=False)
-    # Half of the vocabulary entries are end tokens. Prompts, and thus ranks, end after different numbers of tokens.
+    # Half of the vocabulary entries are end tokens, so generation stops after different numbers of tokens for different
+    # prompts, and thus on different ranks.
     ends = {"eos_token_id": list(range(0, AutoConfig.from_pretrained(folder / "untied").vocab_size, 2))}
     (folder / "untied/generation_config.json").write_text(json.dumps(ends))
     shape = AutoConfig.from_pretrained(folder / "untied")
@@ -147,7 +148,7 @@ def write_models(folder: Path) -> None:
 
 
 def own_folder(world: World) -> str:
-    """Return the folder name of a world."""
+    """Return the name of the folder for a world's runs."""
     return f"world{world.num_hosts}x{world.local_size}"
 
 
@@ -171,8 +172,8 @@ def text_of(folder: Path, case: Case, world: World) -> str:
 def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
     """Remove the labels of some micro-batches.
 
-    Step 0 keeps only the labels of the last micro-batch. Step 1 removes those of the last two, and later steps those of
-    every second micro-batch.
+    Step 0 keeps only the labels of the last micro-batch. Step 1 removes the labels of the last two micro-batches. Later
+    steps remove the labels of every second micro-batch.
     """
     keeps = [number == NUM_MICRO_BATCHES - 1 for number in range(NUM_MICRO_BATCHES)]
     if step:
@@ -239,17 +240,17 @@ def alone(folder: Path) -> dict[str, list[RankResult]]:
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """Losses, norms, weights, state and evaluations equal those of one process, for any ranks and homes."""
+    """With any number of ranks and any homes, all results equal the results of one process."""
     of_cases = by_case(size, folder)
     for name, results in of_cases.items():
         assert_same(name, results, alone[name])
-    # How many visits ahead weights are gathered depends on the free memory, but is equal on all ranks.
+    # The number of visits by which gathers run ahead depends on the free memory, but is the same on all ranks.
     ahead = [{result.gathers_ahead for result in results} for results in of_cases.values()]
     assert all(len(each) == 1 for each in ahead) and max(map(max, ahead)) > 1, ahead
 
 
 def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankResult]) -> None:
-    """Assert that results equal one process, and that each rank moved the planned bytes and stayed within its tiers."""
+    """Assert that the ranks match one process, move the planned bytes and stay within their tiers."""
     (expected,) = alone
     assert len(set(expected.losses)) == NUM_STEPS and all(expected.norms), name
     for rank, result in enumerate(results):
@@ -266,11 +267,12 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
             assert int(tier in used) <= most <= capacity, (name, rank, tier)
         window, planned = result.window
         assert 0 < window <= planned, (name, rank)
-        # With passing parts, the peak is exact to the byte, except on an emulated GPU. There, the plan assumes that
-        # sums are sent while the next layer runs.
+        # With passing parts, the planned peak is exact to the byte, except on an emulated GPU. There, the plan assumes
+        # that sums are sent while the next layer runs.
         on_gpu = bool({"gpu->ranks", "gpu->hosts"} & set(result.moved))
         assert window == planned or not result.passes or on_gpu, (name, rank, window, planned)
-    # Matrix libraries may round a few rows differently than the same rows among more, so the shapes must be equal.
+    # Matrix libraries may round the same rows differently in a smaller matrix than in a larger one, so the shapes must
+    # be equal.
     assert frozenset().union(*(result.products for result in results)) == expected.products, name
     # Every row is evaluated by exactly one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
@@ -284,7 +286,7 @@ ON_HOSTS = "tied, bf16, dropout, noise"
 
 @pytest.mark.parametrize("names", [[ON_HOSTS], pytest.param(list(CASES), marks=pytest.mark.slow)])
 def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """With one process per host, all traffic between ranks is between hosts, and the bits are the same."""
+    """With one process per host, all traffic between ranks is between hosts, and the results are bit-identical."""
     for name, results in by_case(2, folder, num_hosts=2, names=names).items():
         assert_same(name, results, alone[name])
         for result in results:
@@ -324,7 +326,7 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     said["other program"] = plan_with(
         text.replace("[precision]", '[precision]\ngrad_dtype = "bfloat16"') if world.rank else text
     )
-    # Rank 0 computes slowly; rank 1 has a slow drive, and computes three of five micro-batches.
+    # Rank 0 computes slowly. Rank 1 has a slow drive, and computes three of the five micro-batches.
     rates: dict[str, Any] = {"matmul_flops_per_s": {"cpu/float32": 1e11 if world.rank else 1e9}}
     rates["drives"] = {file_system_of(folder).key: drive(1e6, 1e6, 1e6) if world.rank else drive(2e9, 1e9, 1.5e9)}
     os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{world.rank}")
@@ -413,7 +415,7 @@ def test_settings_unsupported_on_several_ranks_are_refused(case: str, tmp_path: 
 
 
 def test_evaluations_are_dealt_as_memory_is_planned(tmp_path: Path) -> None:
-    """Each rank gets at least one micro-batch, and at most as many rows as in its training step."""
+    """Each rank gets at least one micro-batch, and no more rows than in its training step."""
     (tmp_path / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'
         '[[data.train]]\npath = "x.txt"\n'

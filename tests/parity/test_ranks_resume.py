@@ -1,4 +1,4 @@
-"""A run resumed with another number of processes, other tiers or drives has the bits of an uninterrupted run."""
+"""A run resumed with other processes, tiers or drives is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def test_another_world_size_resumes_bitwise_equal(worlds: tuple[int, ...], tiny_
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_export_of_ranks_matches_one_process(size: int, tiny_model: Path, tmp_path: Path) -> None:
-    """All exported files are equal. A checkpoint with a missing drive is reported. The only checkpoint is protected."""
+    """All exported files are equal.
+
+    A checkpoint with a missing drive is reported, and the only checkpoint can be removed only with ``force``.
+    """
     for world in (1, size):
         folder = tmp_path / f"by{world}"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed, in any placement, has the bits of an uninterrupted run."""
+"""A run that is stopped and resumed, in any placement, is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
             assert torch.equal(exported[name], average), name
     export_checkpoint(out, tmp_path / "weights", dtype=torch.float32)
     weights, start = load_file(tmp_path / "weights/model.safetensors"), load_file(tiny_model / "model.safetensors")
-    for name, average in exported.items():  # after two steps, the average has 0.81 of the start
+    for name, average in exported.items():  # after two steps, the initial weights still make up 0.81 of the average
         far, near = (average - weights[name]).norm(), (average - start[name]).norm()
         assert 0 < near < far, name
     with pytest.raises(ConfigChangedError, match=r"ema_decay: 0\.9 -> 0"):
         train(tmp_path / "w", tiny_model, IN_RAM, **without)
-    # A run can continue without its average, but cannot begin an average later.
+    # A run can continue without its average, but cannot start an average later.
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=3, allow=True, **without)
     with pytest.raises(CheckpointError, match=r"no average of the weights, which optimizer.ema_decay needs"):
         train(tmp_path / "w", tiny_model, IN_RAM, allow=True, **with_average)
@@ -209,7 +209,7 @@ def test_runs_that_update_in_the_backward_continue(optimizer: str, tiny_model: P
 def test_stop_during_updates_resumes_from_the_last_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fourth step's gradient is NaN in one layer, after the layers nearer to the loss were updated."""
+    """In the fourth step, one layer's gradient is NaN. The layers closer to the loss have already been updated."""
     tables = {"optimizer": "max_grad_norm = 0", "checkpoint": "save_steps = 2"}
     whole = train(tmp_path / "whole", tiny_model, ON_NVME, **tables)
     take, add, now = StepEngine.step, GradientAccumulator.add, [-1]
@@ -234,7 +234,7 @@ def test_stop_during_updates_resumes_from_the_last_checkpoint(
 
 
 def test_data_exhausted_at_the_save_starts_the_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
-    """At the save, six rows are already used, and the new data has only six rows."""
+    """At the checkpoint, six rows are already used, and the new data has only six rows."""
     changes = {
         str(EXAMPLES / "quickstart" / "loomings.txt"): str(tmp_path / "rows.jsonl"),
         f"max_steps = {NUM_STEPS}": "max_steps = 3",
@@ -267,7 +267,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
 
 
 def test_fallback_to_another_config_is_reported(tiny_model: Path, tmp_path: Path) -> None:
-    """The newest checkpoint has the same config but is damaged. The checkpoint before it has another config."""
+    """The newest checkpoint has the same config but is damaged. The checkpoint before it has a different config."""
     decay = {"optimizer": "weight_decay = 0.2"}
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4, allow=True, **decay)

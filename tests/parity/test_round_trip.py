@@ -1,4 +1,4 @@
-"""A model folder that is loaded and exported without a step stays the same, for each type that can be made tiny."""
+"""Loading and exporting a model without a step keeps tensors and configs, for each type that can be made tiny."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss term that is a mean over a micro-batch counts by the micro-batch's share of labels, without empty rows."""
+"""A loss term that is a micro-batch mean excludes empty rows, and is weighted by the micro-batch's share of labels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def streamed(config: Any, batches: Sequence[Mapping[str, Tensor]], **options: An
 
 
 def by_hand(config: Any, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients by definition: micro-batch means without empty rows, weighted by their labels."""
+    """Return loss and gradients by definition: micro-batch means without empty rows, weighted by their label counts."""
     model, total, parts = build_model(config), 0.0, []
     for batch in batches:
         kept = (batch["labels"][:, 1:] != -100).any(1)

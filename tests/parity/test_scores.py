@@ -1,4 +1,4 @@
-"""Teacher scores match plain transformers and do not depend on tiers or passes. Interrupted scoring can resume."""
+"""Teacher scores match plain transformers, and do not depend on tiers or passes. Interrupted scoring can be resumed."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_unsupported_scoring_is_refused_with_a_reason(teacher: Path, tmp_path: P
 
 
 def test_plan_is_shown_when_scoring_starts(teacher: Path, tmp_path: Path) -> None:
-    """As in `run`, a resumed command prints one line instead of the plan, and a finished one prints neither."""
+    """As with `run`, a resumed command prints one line instead of the plan, and a finished command prints neither."""
     config_of(teacher, tmp_path)
 
     def call(*words: str) -> Result:

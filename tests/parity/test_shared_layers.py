@@ -1,4 +1,4 @@
-"""A layer that is used several times, with weights that only one of its uses reaches."""
+"""A layer that is used several times, with weights that only one of the uses needs."""
 
 from __future__ import annotations
 

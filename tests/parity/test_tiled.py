@@ -140,7 +140,7 @@ def test_mlp_memory_is_that_for_one_piece(tmp_path: Path) -> None:
 
 def memory(folder: Path, rows: int) -> dict[str, int]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MALLOC_ARENA_MAX": "1"}
-    # A fixed threshold does not grow when memory is freed. Large tensors then return to the system, from any thread.
+    # A fixed threshold does not grow when memory is freed. Freed memory of large tensors then returns to the system.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
     command = [sys.executable, str(Path(memory_of_mlp.__file__)), str(folder / str(rows)), str(rows)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

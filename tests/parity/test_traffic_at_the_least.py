@@ -1,4 +1,4 @@
-"""In tiers of minimum size, the real traffic equals the planned traffic, for any durations of transfers and ticks."""
+"""In tiers of minimum size, the real traffic equals the planned traffic, however long transfers and ticks take."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plan_with(folder: Path, model: Path, ram: int, **tables: Any) -> Plan:
 
 
 def least_bytes(tier: str, plan: Callable[[], object]) -> int:
-    """Return the minimum size of a tier in bytes, from the error of a plan that gives it almost nothing."""
+    """Return the minimum size of a tier in bytes, from the error of a plan that gives the tier almost no memory."""
     with pytest.raises(DoesNotFitError) as refused:
         plan()
     found = re.search(rf"tier '{tier}' has .* needs at least (\d+) ", str(refused.value))
@@ -97,7 +97,7 @@ class UnevenChannel(SimulatedChannel):
 
 
 def replayed(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], int]:
-    """Replay a run with random durations of transfers and ticks. Return the bytes by link, and the wasted fetches.
+    """Replay a run with random durations of transfers and ticks. Return bytes by link, and wasted fetches.
 
     Tiers, links and time are simulated; the store and its prefetcher are real.
     """
@@ -226,7 +226,7 @@ def test_pending_writes_from_loading_are_not_counted_in_the_run(
 def test_saving_run_moves_the_traffic_of_its_stretches(
     models: dict[str, Path], tmp_path: Path, late_links: None
 ) -> None:
-    """The steps between two checkpoints are planned like a run: no fetch overtakes the updates before a checkpoint."""
+    """Steps between two checkpoints are planned like a run: no fetch overtakes the updates before a checkpoint."""
     least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))
     for number in range(2):
         folder = tmp_path / str(number)
@@ -244,7 +244,7 @@ def test_saving_run_moves_the_traffic_of_its_stretches(
 def test_micro_batches_that_no_loss_depends_on_move_as_much(
     passes: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Micro-batches run one at a time, and one has no labels. Weights that wait for its backward are still leased."""
+    """Micro-batches run one at a time, and one has no labels. The weights for its backward are still leased."""
     make_loader = tiered_run.make_loader
 
     def without_labels(config: Any, plan: Plan) -> Any:

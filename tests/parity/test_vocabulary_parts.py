@@ -1,4 +1,7 @@
-"""Logits computed by vocabulary part give Hugging Face's losses and gradients. Their bits depend only on the parts."""
+"""Logits computed one vocabulary part at a time give Hugging Face's losses and gradients.
+
+The rounding of the results depends only on the parts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from oracles.tiered_run import config_text, run_config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
-ROWS, COLUMNS = 4, 16  # seven parts of 15 vocabulary entries, the last of 11
+ROWS, COLUMNS = 4, 16  # seven vocabulary parts: six with 15 entries, and the last with 11
 PARTS = 7
 
 
@@ -142,11 +145,11 @@ class OnePartAtATime:
         self.taken.append(number)
         rows = self.matrix[self.rows[number].start : self.rows[number].stop].clone()
         yield rows
-        rows.fill_(torch.nan)  # makes a later use visible
+        rows.fill_(torch.nan)  # so that a later use gives NaN
 
 
 class PartedAccess(MemoryAccess):
-    """Access in memory that leases weights in parts if all their modules allow it."""
+    """In-memory access that leases a weight in parts if all its uses allow it."""
 
     def __init__(self, graph: ModelGraph, *args: Any) -> None:
         super().__init__(graph, *args)
@@ -175,7 +178,7 @@ class PartedAccess(MemoryAccess):
 def test_weights_that_come_part_by_part_are_the_same_weights(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every family, the embedding and the head can be leased in parts, and no bit changes."""
+    """In every family, the embedding and the head can be leased in parts, with bit-identical results."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.PART_ALIGNMENT_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.MAX_PARTS", 1 << 20)
@@ -276,7 +279,7 @@ def test_parts_follow_from_the_model_alone() -> None:
     small = plan_head(build_graph(tiny_config("llama")))
     assert small is not None and small.cut_weight == "lm_head.weight"
     assert (small.default_columns, small.default_rows(small.default_columns)) == (8192, 2048)
-    assert small.default_rows(0) == 166080  # 64 MiB of whole logits
+    assert small.default_rows(0) == 166080  # 64 MiB of full logits
     assert vocabulary_ranges(VOCAB, 8192) == [(0, VOCAB)]
     ranges = vocabulary_ranges(262_144 + 3, 8192)
     assert len(ranges) == 33 and ranges[0][0] == 0 and ranges[-1][1] == 262_147
