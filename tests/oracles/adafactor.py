@@ -13,7 +13,7 @@ RANGE, MAX_ROW_BLOCKS, LANES, VECTOR_BLOCK = 1 << 20, 64, 64, 65_536
 
 
 def sum_in_lanes(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum along the last axis in a fixed order: first element j into lane j modulo 64, then the lanes."""
+    """Sum along the last axis in a fixed order: element j goes into lane j modulo 64, then the lanes are added."""
     width = -(-values.shape[-1] // LANES) * LANES
     padded = np.zeros((*values.shape[:-1], width))
     padded[..., : values.shape[-1]] = values

@@ -57,7 +57,7 @@ def join(high: NDArray[np.uint16], low: NDArray[np.int16]) -> NDArray[np.float32
 
 
 def squared_norm(grad: NDArray[np.float32], block_elements: int = 65_536, num_lanes: int = 64) -> float:
-    """Return the sum of squares in fp64. The order is fixed: into lanes within each block, over lanes, over blocks."""
+    """Return the sum of squares in fp64. The order is fixed: over each lane of a block, over lanes, over blocks."""
     total = 0.0
     for start in range(0, grad.size, block_elements):
         part = grad[start : start + block_elements].astype(np.float64)

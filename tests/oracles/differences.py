@@ -1,7 +1,7 @@
 """A pytest plugin that reports the largest accepted differences: ``pytest -p oracles.differences``.
 
 For each test, it prints the largest absolute and relative differences that `pytest.approx` and
-`torch.testing.assert_close` accepted. For tensors, the relative difference is that to the largest expected value. It
+`torch.testing.assert_close` accepted. For tensors, relative means relative to the tensor's largest expected value. It
 also prints how often `torch.equal` found two tensors equal.
 """
 

@@ -47,7 +47,7 @@ def dynamic_code(signed: bool) -> NDArray[np.float32]:
 
 
 def encode_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Encode finite numbers as bytes and block scales. Round to the nearest code value; at a tie, to the smaller."""
+    """Encode finite numbers as bytes and block scales. Round to the nearest code value; ties go to the smaller one."""
     code = dynamic_code(signed)
     borders = (code[:-1] + code[1:]) / np.float32(2)
     if not signed:

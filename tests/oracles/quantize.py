@@ -165,7 +165,7 @@ METHODS = {
     "nf4": Method(_NF4, nf4),
     "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
     "int4": Method(_int4_table(16, symmetric=False), lambda weight: int4(weight, 16)),
-    # MXFP4 is as in gpt-oss. NF4 and float8 are as in models with separate experts, such as Qwen and DeepSeek.
+    # MXFP4 is the format of gpt-oss. NF4 and float8 are used with separate experts, as in Qwen and DeepSeek models.
     "mxfp4": Method(
         {"quant_method": "mxfp4"},
         mxfp4,

@@ -82,8 +82,7 @@ def config_text(
         nvme: Number of NVMe paths.
         rates: Rate of each path in GB/s.
         gpu: Size of the GPU tier, or "" for none. On the device "cpu", the tier is emulated.
-        tables: Lines to add, by table name. ``top`` goes before all tables. ``ram`` is the size of the
-            RAM tier instead.
+        tables: Lines to add, by table name. ``top`` precedes all tables. ``ram`` is the size of the RAM tier instead.
     """
     if gpu and device == "cpu":
         tables["advanced"] = f"emulate_gpu = true\n{tables.get('advanced', '')}"

@@ -1,8 +1,8 @@
 """Cache of traces. Most plans in tests trace the same model with the same arguments.
 
 Tracing takes most of a tiny run's time. The cache key contains all inputs of a trace: the model's modules, code, config
-and layouts, the arguments, torch's state, and the engine's globals. Tests of tracing itself call the
-trace directly. ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
+and layouts, the arguments, torch's state, and the engine's globals. Tests of tracing itself trace directly, without the
+cache. ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
 
 Unless a test has replaced code, names identify these inputs, and the processes of a pytest run share traces as files.
 """

@@ -133,7 +133,7 @@ def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) ->
 
 
 def saved_nbytes(bound: BoundUnit) -> list[int]:
-    """Return a list. Each forward of the layer adds the number of bytes that autograd saved, excluding weights."""
+    """Return a list to which each forward of a layer appends the bytes that autograd saved, excluding weights."""
     forward, found = bound.forward, list[int]()
 
     def counting(*args: Any, **kwargs: Any) -> Any:

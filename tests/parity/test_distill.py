@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 
 def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_words: int = VOCAB) -> tuple[Tensor, ...]:
-    """Return a random teacher's top tokens, their log-probabilities, and the total log-probability of all others."""
+    """Return a random teacher's top tokens, their log-probabilities, and the log of the others' total probability."""
     logits = 3 * torch.randn(*shape, num_words, generator=torch.Generator().manual_seed(seed))
     log_probs = (logits / temperature).log_softmax(-1)
     top = log_probs.topk(K)

@@ -293,7 +293,7 @@ def exported(run: WholeRun, folder: Path) -> bytes:
 
 
 def test_averages_that_do_not_fit_are_refused(averaged: WholeRun) -> None:
-    """The error states a size of RAM that is sufficient."""
+    """The error states a RAM size that is sufficient."""
     plan = averaged.plan
 
     def with_ram(nbytes: int) -> Plan:

@@ -162,7 +162,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
-    """Exceptions are tensors that a split layer keeps between its units, and the rounding of block sizes to pages.
+    """Split layers need more only for tensors that they keep between units, and for rounding block sizes to pages.
 
     In this family, attention also returns its attention weights, [rows, heads, S, S]. No code reads them, so they must
     not be kept between units.
@@ -233,7 +233,7 @@ def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
-    """Return the bytes of all saved inputs, the workspace, and the most bytes of a micro-batch between two visits."""
+    """Return three sizes in bytes: all saved inputs, the workspace, and a micro-batch's maximum between visits."""
     trace, num_micro_batches = plan.trace, plan.run.batch.num_micro_batches
     saved = sum(
         torch.Size(shape).numel() * dtype.itemsize
@@ -294,7 +294,7 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["nf4 experts", "mxfp4", "fp8 experts"])
 def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every placement, each block has the packed bytes of its experts, and the blocks together have all experts."""
+    """In every placement, a block holds the packed bytes of its experts, and the blocks together hold all experts."""
     model, _ = quantized_pair(tmp_path, method)
     runs: dict[str, TieredRun] = {}
     for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
@@ -402,7 +402,7 @@ def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path:
 
 
 def test_completions_match_transformers(mixture: Path) -> None:
-    """Each expert's weights are a separate block, and blocks also hold the key-value cache."""
+    """Each expert's weights are in a separate block. The key-value cache is also in blocks."""
     values: dict[str, Any] = {
         "model": {"model_name_or_path": str(mixture), "split_experts": True},
         "device": "cpu",

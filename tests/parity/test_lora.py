@@ -122,7 +122,7 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
     """Conv1D stores its weight transposed. In peft and this project, each norm covers one output feature's weights."""
     config = tiny_config(family)
     plain = build_model(config)
-    for name, weight in plain.named_parameters():  # so that no two rows or columns have the same norm
+    for name, weight in plain.named_parameters():  # gives all rows and columns different norms
         with torch.no_grad():
             weight.mul_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(len(name))))
     base = {name.removesuffix(".weight"): weight.detach().clone() for name, weight in plain.named_parameters()}

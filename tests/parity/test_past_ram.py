@@ -153,7 +153,7 @@ def test_plan_and_replay_agree_on_direct_copies(tiny_model: Path, tmp_path: Path
 
 
 class TestProbe:
-    """The probe decides whether drives and a device copy directly. These tests replace it and set its answers."""
+    """The probe decides whether drives and a device can copy directly. These tests replace it and set its answers."""
 
     @pytest.fixture(autouse=True)
     def _config(self, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ class Case:
 
 
 def samples(count: int) -> str:
-    """Return config keys that generate ``count`` samples. Of three ranks, one gets fewer rows or none."""
+    """Return config keys that generate ``count`` samples. One of three ranks gets fewer rows or none."""
     return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
 
 
@@ -148,7 +148,7 @@ def write_models(folder: Path) -> None:
 
 
 def own_folder(world: World) -> str:
-    """Return the name of the folder for a world's runs."""
+    """Return the folder name of a world, which is the set of all ranks of a run."""
     return f"world{world.num_hosts}x{world.local_size}"
 
 

@@ -1,4 +1,4 @@
-"""A run resumed with other processes, tiers or drives is bit-identical to an uninterrupted run."""
+"""A run resumed with another number of processes, other tiers or drives is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 

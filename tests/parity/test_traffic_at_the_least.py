@@ -130,7 +130,7 @@ def test_traffic_is_planned_at_any_speed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some runs would move less or more if the store had no rule for copies whose write-back waits for space."""
+    """Some runs would move fewer or more bytes if the store had no rule for copies whose write-back waits for space."""
     tables: dict[str, Any] = {"optimizer": f"max_grad_norm = {max_grad_norm}"}
     model = models["dense"]
     if share_of_gpu is not None:
