@@ -99,7 +99,7 @@ class Work:
         return CliRunner().invoke(self.group, words)  # type: ignore[arg-type]
 
     def tree(self) -> dict[str, bytes | None]:
-        """Return the contents of each file below the folder, by path, or None for folders. Skip ``run.toml``."""
+        """Return the contents of all files below the folder except ``run.toml``, by path. Folders map to None."""
         paths = [path for path in self.folder.rglob("*") if path.name != "run.toml"]
         return {str(path.relative_to(self.folder)): path.read_bytes() if path.is_file() else None for path in paths}
 

@@ -59,7 +59,7 @@ def test_all_is_well(run: SavedRun) -> None:
 
 
 def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
-    """Rows of an evaluation set get the same notes as training rows, with the name of the set in front."""
+    """The notes about evaluation rows are the same as about training rows, but begin with the name of the set."""
     rows = [{"prompt": f"hello {n}", "completion": "" if n % 9 == 0 else "end <|endoftext|> here"} for n in range(20)]
     (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tables = {"more": '[[data.eval]]\npath = "held.jsonl"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'}
@@ -74,7 +74,7 @@ def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
 
 
 def test_rows_longer_than_learned_positions(run: SavedRun) -> None:
-    """If ``max_length`` exceeds the positions of a reward model, ``check``, ``plan`` and ``run`` refuse it."""
+    """If ``max_length`` exceeds the positions of a reward model, ``check``, ``plan`` and ``run`` refuse the config."""
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = {"model_type": "bert", "vocab_size": 1024, "max_position_embeddings": 16, **size}
     (run.folder / "model/config.json").write_text(json.dumps(bert))
@@ -108,7 +108,7 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
 
 
 def test_exit_code_follows_the_order_of_kinds(run: SavedRun) -> None:
-    """With one mistake of each kind, fixed one after the other, the exit codes are 2, 3, 4 and 1 in this order."""
+    """A config with one mistake of each kind gives exit codes 2, 3, 4 and 1 in turn, as the mistakes are fixed."""
     mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
     run.out.mkdir()
     (run.out / "LOCK").symlink_to("elsewhere")  # the system refuses to open the lock file
@@ -183,7 +183,7 @@ def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
 
 
 def test_refusals_are_no_part_of_assertions(run: SavedRun) -> None:
-    """`python -O` drops assert statements, but ``check`` must find the same mistakes."""
+    """`python -O` drops assert statements, but ``check`` still finds the same mistakes."""
     words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000", "--json")
     command = [sys.executable, "-O", "-m", "megatrain", "check", str(run.write_config(steps=-1)), *words]
     found = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
@@ -295,7 +295,7 @@ def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification"])
 def test_a_model_of_another_task_is_named_with_the_way_to_train_it(run: SavedRun, task: str) -> None:
-    """The model folder is saved by transformers. Its tensors differ from the tensors of a language model."""
+    """The model folder is saved by transformers. Its tensors differ from those of a language model."""
     import transformers
 
     auto = getattr(transformers, f"AutoModel{task}")

@@ -1,4 +1,4 @@
-"""``megatrain-tier completion`` prints valid shell scripts, and words are completed without importing torch."""
+"""``megatrain-tier completion`` prints valid shell scripts. Completing a word does not import torch."""
 
 from __future__ import annotations
 

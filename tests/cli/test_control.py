@@ -58,7 +58,7 @@ def test_save_continues_and_stop_ends_the_run(run: SavedRun, start: Start) -> No
     assert result.exit_code == 0, result.output
     assert f"asked process {process.pid}" in result.stderr
     saved = committed_step(run.out)
-    assert saved is not None and saved >= before  # the step that status shows may still be running
+    assert saved is not None and saved >= before  # the run may have finished more steps since
     assert result.stdout == f"saved  checkpoint at step {saved}\n"
     assert process.poll() is None, "it continues"
     again = run.call("save", run.out, "--json")
@@ -130,7 +130,7 @@ def test_a_killed_run(run: SavedRun, start: Start) -> None:
 
 
 def test_starting_run_gets_no_signal(run: SavedRun) -> None:
-    """SIGUSR1 ends a process without a handler, so a run that is still starting must not get it."""
+    """SIGUSR1 kills a process that has no handler for it, so a run that is still starting is not sent one."""
     run.out.mkdir()
     (run.out / "metrics.jsonl").touch()
     previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -59,7 +59,7 @@ def test_preview_marks_trained_tokens(config: Path) -> None:
 
 
 def test_preview_imports_no_torch(config: Path) -> None:
-    """A process that does not import torch prints the same text as a process with torch."""
+    """The output is the same as in a process that has imported torch."""
     alone, has_torch = call_in_new_process("data", "preview", config)
     assert alone.returncode == 0 and not has_torch, alone.stderr
     assert "PyTorch" not in alone.stderr, "transformers reports nothing"
@@ -88,7 +88,7 @@ def test_stats(config: Path) -> None:
 
 
 def test_padding_of_a_batch_in_tokens(config: Path) -> None:
-    """A batch given in tokens is padded like a batch given in rows: the rows of a micro-batch are padded together."""
+    """The rows of a micro-batch are padded together, whether the batch size is given in tokens or in rows."""
     (config.parent / "rows.jsonl").write_text("\n".join(row("Call me Ishmael. " * count) for count in (1, 2, 1, 2)))
     shares = []
     for batch in ("train_batch_tokens=256", "per_device_train_batch_size=4"):

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs/cli.md"
 
 @pytest.fixture
 def writer() -> dict[str, Any]:
-    """Return the global names of the script that writes the page."""
+    """Return the globals of the script that writes the page, by name."""
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     return runpy.run_path(str(PAGE.with_name("commands.py")))
 

@@ -55,7 +55,7 @@ def test_options(run: SavedRun, tmp_path: Path) -> None:
 
 
 def test_an_earlier_export_is_kept(run: SavedRun, tmp_path: Path) -> None:
-    """Only --overwrite replaces an earlier export. The run's folder `final` selects the checkpoint to export."""
+    """Only --overwrite replaces an earlier export. If the source is `final`, the checkpoint of its step is exported."""
     assert run.call("export", run.out, tmp_path / "out", "--step", 2).exit_code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     refused = run.call("export", run.out / "final", tmp_path / "out")

@@ -320,7 +320,7 @@ def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monke
 
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
 def test_generated_config_runs_unedited(here: Path, task: str) -> None:
-    """All commands from `init` to `generate` work with the unedited config, also for two processes."""
+    """All commands from `init` to `generate` work with the unedited config. Two processes can also use it."""
     make_run(here)
     Path("rows.jsonl").write_text('{"prompt": "Who?", "completion": " Ishmael."}\n' * 9)
     words = ["run.toml", "--model", "model", "--data", "data.txt" if task == "pretrain" else "rows.jsonl"]

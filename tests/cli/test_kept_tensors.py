@@ -1,4 +1,4 @@
-"""Training of an image-text model on text: kept tensors are reported, checked for changes and exported unchanged."""
+"""Training an image-text model on text: kept tensors are reported, checked for changes and exported unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracles.families import tiny_image_text_config
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 
 APART = ("--set", "data.packing=false")
-MTP = "mtp.layers.0.self_attn.q_proj.weight"  # a tensor that transformers drops without a message
+MTP = "mtp.layers.0.self_attn.q_proj.weight"  # a tensor that transformers silently drops
 
 
 def write_image_text_model(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`run` refuses sizes and drives that this machine lacks. `check` and `plan` report them, but `plan` still plans."""
+"""`run` refuses sizes beyond this machine and unsuitable drives. `check` and `plan` report them. `plan` still plans."""
 
 from __future__ import annotations
 

@@ -553,7 +553,7 @@ def test_a_file_in_a_folder_without_new_files_is_written(
 def test_exclusive_files_overwrite_nothing(
     cli_module: CliModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
-    """A file that another program creates after the command's check is not overwritten either."""
+    """Even a file that another program creates after the command's check is not overwritten."""
 
     def link(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -15,7 +15,7 @@ from processes.saved_run import SavedRun, make_run
 
 OFF = "data.packing, on by default, is off"
 SCAN: dict[str, Any] = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-#: This model ignores positions when it makes its masks, even if its attention could use them.
+#: This model builds its masks without positions, so the documents of a row are not kept separate.
 ATTENTION: dict[str, Any] = {
     "model_type": "gpt_oss",
     "hidden_size": 32,
@@ -27,7 +27,7 @@ ATTENTION |= {"num_experts_per_tok": 1, "layer_types": ["sliding_attention", "fu
 
 
 def make_mixing_run(folder: Path, values: dict[str, Any]) -> SavedRun:
-    """Create a run folder with a random model of another family, given by config values, and return the run."""
+    """Create a run folder with a random model that has the given config values, and return the run."""
     make_run(folder)
     model = folder / "model"
     vocab_size = len(AutoTokenizer.from_pretrained(model))

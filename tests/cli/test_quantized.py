@@ -1,4 +1,4 @@
-"""Commands on quantized models in published formats: a run, its resume, its plan, and the merge of its adapter."""
+"""Commands on quantized models in published formats: run, resume, plan, and export with a merged adapter."""
 
 from __future__ import annotations
 

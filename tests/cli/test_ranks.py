@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
-    """Write the run's config to ``path`` with one text replaced, for a rank that differs. Return the path."""
+    """Write the run's config to ``path``, with ``before`` replaced by ``after``. Return the path."""
     text = run.write_config().read_text()
     assert before in text
     path.write_text(text.replace(before, after))
@@ -62,7 +62,7 @@ def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
 
 
 def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path) -> None:
-    """Each difference gives one message, and nothing is written. The message names the rank if one rank is wrong."""
+    """Each difference gives one message, and nothing is written. If only one rank is wrong, the message names it."""
     config = made.write_config()
     elsewhere = other_config(made, made.folder / "elsewhere.toml", '"model"', '"nowhere"')
     ended = run_ranks([config, elsewhere], *OPTIONS)
@@ -109,7 +109,7 @@ def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
 
 
 def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -> None:
-    """Four rows would fit one micro-batch, but three lanes need three. Any number of processes gives equal results."""
+    """Four rows would fit into one micro-batch, but three lanes need three. Results are equal for any world size."""
     found = []
     for size in (1, 3):
         run = made.copy(tmp_path / str(size))
@@ -147,7 +147,7 @@ def test_externally_started_ranks_must_match_the_config(made: SavedRun) -> None:
 
 
 def test_each_rank_selects_its_gpu_before_the_first_query(made: SavedRun, tmp_path: Path) -> None:
-    """CUDA reads CUDA_VISIBLE_DEVICES at the first query, even ``is_available``. A later change has no effect."""
+    """CUDA reads CUDA_VISIBLE_DEVICES at the first query, even by ``is_available``. Later changes have no effect."""
     files = [tmp_path / f"asked{rank}" for rank in range(2)]
     happens = ";".join(f"{rank}:asks:{file}" for rank, file in enumerate(files))
     config = made.copy(tmp_path / "run").write_config()
@@ -353,7 +353,7 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
 
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds: Sequence[int]) -> None:
-    """Evaluations match a run with one process, stop the run early, and choose the checkpoint to export."""
+    """Evaluations match those of a run with one process, stop the run early, and choose the checkpoint to export."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = options(*SAVED, "checkpoint.load_best_model_at_end=true", "checkpoint.save_total_limit=2")
     patience, steps = 2, 6
@@ -412,7 +412,7 @@ def test_stopped_run_resumes_with_another_world_size(way: str, made: SavedRun, t
 
 @pytest.mark.slow
 def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> None:
-    """The run is started with 1, 2, 4 and 1 processes, each time with other tiers or drives."""
+    """The run is started with 1, 2, 4 and 1 processes, each time with different tiers or drives."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     (run.folder / "other").mkdir()
     on_drive = (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive")
@@ -447,7 +447,7 @@ def test_externally_started_ranks_stop_together(made: SavedRun, tmp_path: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 3, 2, 1)])
 def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
-    """All drives are lost after each start. The next start, with another number of ranks, resumes from the copy."""
+    """All drives are lost after each start. The next start, with a different number of ranks, resumes from the copy."""
     run, drive, step = made.copy(tmp_path / "run"), tmp_path / "run/drive", 0
     for size in worlds:
         step += 4
@@ -473,7 +473,7 @@ def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun
 
 
 def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
-    """``status``, ``clean``, ``export`` and ``ckpt`` find the checkpoint files of all ranks, also on drives."""
+    """``status``, ``clean``, ``export`` and ``ckpt`` find the checkpoint files of all ranks, even on drives."""
     run, drive = made.copy(tmp_path / "run"), tmp_path / "run/drive"
 
     def tell(*words: object) -> dict[str, Any]:
@@ -504,7 +504,7 @@ def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
     assert not status["checkpoint_bytes_on_drives"] and not list(drive.glob("rank*/snap/*/*"))
 
 
-#: First, rank 1 of two dies between the two phases of a save. Then rank 0 of three dies after it wrote the document.
+#: First, rank 1 of two dies between the two phases of a save. Then rank 0 of three dies after writing the document.
 IN_CI = [(2, "1:kill:all whole:2"), (3, "0:kill:document written:3")]
 
 
@@ -528,7 +528,7 @@ def any_kill(draw: random.Random) -> tuple[int, str]:
     ],
 )
 def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: SavedRun, tmp_path: Path) -> None:
-    """Each step is saved. Each start has a random number of ranks, and resumes a complete, undamaged checkpoint."""
+    """Each step is saved. No kill loses or damages a checkpoint, and any number of ranks can resume."""
     run, draw, before = made.copy(tmp_path / "run"), random.Random(seed), 0
     pids = tmp_path / "pids"
     pids.mkdir()

@@ -1,4 +1,4 @@
-"""If a user has edited the records of a run, `status` and `report` show the readable part or name the folder."""
+"""Whatever values a user writes into the records of a run, `status` and `report` give no internal error."""
 
 from __future__ import annotations
 

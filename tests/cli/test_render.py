@@ -94,7 +94,7 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
 
 def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     stream = io.StringIO()
-    # The empty part of a bar is only drawn with colours.
+    # The empty part of a bar is drawn only if colours are enabled.
     console = Console(file=stream, width=width, force_terminal=True, color_system="standard")
     console.print(cli_module("live_view").live_view(*arguments, width=width))
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
@@ -160,7 +160,7 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
 
 
 def test_blocked_terminal_does_not_block_training(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-S, or on a dead connection, a write to the terminal does not return. Training continues and ends."""
+    """After Ctrl-S, or on a dead connection, a write to the terminal blocks. Training still continues and ends."""
     released, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(cli_module("live_view"), "_CLOSE_TIMEOUT_S", 0.05)
 

@@ -70,7 +70,7 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
 
 
 def test_refusal_lists_uncompared_data(trained: SavedRun) -> None:
-    """Examples are a different hub data set, which is not downloaded to compare it, and files that are now streamed."""
+    """A hub data set is not downloaded just for the comparison. Files that are now streamed are not compared either."""
     wrong = ("--set", "lr_scheduler_type=cosine", "--set", "learning_rate=5e-4")
     for words, line in (
         (("--set", "data.train.0.path=org/b"), ' -> "org/b" (if the contents differ)\n'),
@@ -124,7 +124,7 @@ def test_finished_run_explains_how_to_train_further(trained: SavedRun, tmp_path:
 
 
 def test_dry_run_refuses_the_same_configs_as_a_run(trained: SavedRun, tmp_path: Path) -> None:
-    """If the drive is too small, both give the same exit code, and write nothing."""
+    """If the drive is too small, a dry run and a run give the same exit code, and write nothing."""
     run = trained.copy(tmp_path / "w")
     config = run.write_config(out="new", more=NVME, checkpoint="").read_text().replace('"1MiB"', '"900TiB"')
     (run.folder / "run.toml").write_text(config)
@@ -143,7 +143,7 @@ def _drop_head(model: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
 
 
-#: Damage of the model's weights -> (function that causes it, part of the message).
+#: Damage to the model's weights -> (function that causes it, part of the message).
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent shard": (
         lambda model: (
@@ -220,7 +220,7 @@ def test_a_continued_run_does_not_call_its_adapters_new(tmp_path: Path) -> None:
     run = make_run(tmp_path / "w")
     lora = "[lora]\nr = 2\n"
     plan = run.call("plan", run.write_config(more=lora))
-    # q_proj (64 x 64) and v_proj (64 x 32) in two layers. Each has rank * (rows + columns) parameters, with rank 2.
+    # Adapters of q_proj (64 x 64) and v_proj (64 x 32) in two layers. Each has rank * (rows + columns) parameters.
     trained = 2 * 2 * ((64 + 64) + (64 + 32))
     assert f"parameters ({trained:,} trained), 2 layers" in plan.stdout, plan.stdout
     first = run.run(more=lora, steps=2)

@@ -76,7 +76,7 @@ def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
 def test_waiting_status_is_written_on_a_full_drive(
     tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new file would get no space, so the run overwrites the existing status file, even with a shorter text."""
+    """A new file would get no space, so the run overwrites the status file, even if the new text is shorter."""
     with RunFolder(tmp_path / "out") as folder:
         write_status(folder.path, STATUS)
         real = Path.write_text

@@ -81,7 +81,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def close(self) -> None:
-        """Close the terminal, like a user who closes its window."""
+        """Close the terminal, as if the user closed its window."""
         master, self._master = self._master, -1
         if master >= 0:
             os.close(master)
@@ -190,7 +190,7 @@ sys.exit(75)
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_output_continues_in_the_log(kind: str, cli_package: str, tmp_path: Path) -> None:
-    """Writes give EIO on a closed terminal and EPIPE on a closed pipe. The log has all output since then."""
+    """Writing fails with EIO on a closed terminal and EPIPE on a closed pipe. The log has all output from then on."""
     log = tmp_path / "run.log"
     code = OUTPUT.format(package=cli_package, log=str(log))
     words = [sys.executable, "-c", code]
@@ -255,7 +255,7 @@ def test_closed_terminal_saves_and_output_continues_in_the_log(run: SavedRun) ->
 
 
 def test_run_under_nohup_outlives_its_terminal(run: SavedRun) -> None:
-    """SIGHUP is ignored and every write to the terminal gives EIO, but the run continues to its end."""
+    """SIGHUP is ignored, and every write to the terminal fails with EIO, but the run continues to its end."""
     with Terminal(words_of(run, steps=12), ignored=(signal.SIGHUP,)) as terminal:
         terminal.wait_for("fits")
         terminal.wait_for("start")

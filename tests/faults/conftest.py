@@ -56,14 +56,14 @@ class Drive:
             os.posix_fallocate(file.fileno(), 0, self._filler.stat().st_size + self.free_bytes() - leave_bytes)
 
     def make_room(self, nbytes: int | None = None) -> None:
-        """Free ``nbytes`` of the space that ``fill`` took, or all of it if None."""
+        """Free ``nbytes`` of the space that ``fill`` took, or all of it by default."""
         if nbytes is None:
             self._filler.unlink()
         else:
             os.truncate(self._filler, max(0, self._filler.stat().st_size - nbytes))
 
     def make_read_only(self) -> None:
-        """Trigger a file system error, so that ext4 refuses writes, as it does after an error of a real drive."""
+        """Trigger a file system error, so that ext4 refuses writes, as after an error of a real drive."""
         device = next(
             line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(self.path) in line
         )
@@ -73,7 +73,7 @@ class Drive:
         trigger.write_text("injected by a test")
 
     def die(self) -> None:
-        """Fail every access with EIO from now on."""
+        """Make every access fail with EIO from now on."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", 2))
@@ -83,7 +83,7 @@ class Drive:
             os.close(fd)
 
     def start_again(self) -> None:
-        """Mount again after ``die``. As after a power cut, unflushed data is lost, and the journal is replayed.
+        """Mount the drive after ``die``. As after a power cut, unflushed data is lost and the journal is replayed.
 
         Raises:
             AssertionError: A process still has a file on the drive open, or the file system is beyond repair.
@@ -138,7 +138,7 @@ FaultyLinks = Callable[..., tuple[FileReadLink, FileWriteLink, FaultyMover]]
 
 @pytest.fixture
 def faulty_links() -> FaultyLinks:
-    """Return a function that links a drive with injected faults to RAM. It transfers parts of 64 KiB."""
+    """Return a function that links a drive with injected faults to RAM. The links transfer parts of 64 KiB."""
 
     def make(
         nvme: NvmeTier, ram: RamTier, *faults: Fault, num_threads: int | None = None

@@ -55,7 +55,7 @@ min_free_disk = "0MiB"
 
 @dataclass
 class Work:
-    """Folder with a model, data and a config, in which the command runs."""
+    """Folder with a model, data and the config that the command runs."""
 
     folder: Path
 
@@ -103,7 +103,7 @@ def work(good: Path, tmp_path: Path) -> Work:
 
 @pytest.fixture
 def saved(work: Work) -> Work:
-    """Return a run that ended after two of its four steps, with a checkpoint of each."""
+    """Return a run that ended after two of its four steps, with a checkpoint of each step."""
     result = work.run("--max-steps", "2")
     assert result.exit_code == 0, result.output
     shutil.rmtree(work.folder / "out/final")
@@ -113,7 +113,7 @@ def saved(work: Work) -> Work:
 
 @pytest.fixture
 def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that arranges an event at the save of a step, before or after the saver checks for space."""
+    """Return a function that sets a callback for the save of a step, before or after the saver checks for space."""
 
     def arrange(step: int, then: Callable[[], object], *, room_was_found: bool = False) -> None:
         from megatrain.checkpoint.saver import Saver
@@ -150,7 +150,7 @@ def check_failure(result: Result, *parts: str, exit_code: int = 1) -> None:
 
 @pytest.fixture
 def on_drive(work: Work, small_drive: Any) -> Work:
-    """Return the work folder, with its output folder on a small drive."""
+    """Return a work folder whose output folder is on a small drive."""
     (small_drive.path / "out").mkdir()
     (work.folder / "out").symlink_to(small_drive.path / "out")
     return work
@@ -218,7 +218,7 @@ def test_missing_checkpoint_space_is_reported_before_the_first_step(work: Work) 
 
 @pytest.fixture
 def stop_in_the_pause(monkeypatch: pytest.MonkeyPatch, before_save: Callable[..., None]) -> Callable[[int], None]:
-    """Return a function that limits the free space at the save of step 3, and sends SIGTERM while the run waits."""
+    """Return a function that limits the free space when step 3 is saved, and sends SIGTERM while the run waits."""
     from megatrain.checkpoint import saver
 
     def arrange(free_bytes: int) -> None:
@@ -302,7 +302,7 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
 
 def make_room_after(seconds: float, drive: Any) -> None:
     def make_room() -> None:
-        with contextlib.suppress(OSError):  # the test has failed in the meantime, and the drive is unmounted
+        with contextlib.suppress(OSError):  # the test may have failed and unmounted the drive
             drive.make_room()
 
     threading.Timer(seconds, make_room).start()
@@ -425,7 +425,7 @@ def test_checkpoints_of_a_newer_version_are_refused(saved: Work, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["checkpoint", "manifest"])
 def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str) -> None:
-    """If the run resumed from the checkpoint before it, the work of the newer version would be lost silently."""
+    """If the run resumed from an older checkpoint, the work of the newer version would be silently lost."""
     make_newer(manifests(saved)[-1], kind)
     before = saved.files()
     check_failure(saved.run(), "has format 99", "this version reads up to", "upgrade")

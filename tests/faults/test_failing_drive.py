@@ -95,7 +95,7 @@ def test_unawaited_failed_write_back_is_raised_on_close(make_rig) -> None:
     for _ in range(2):
         with pytest.raises(TransferError, match="EIO"):
             rig.store.wait_idle()
-    with pytest.raises(TransferError, match="EIO"):  # not an error that the tier is too small
+    with pytest.raises(TransferError, match="EIO"):  # the write-back's error, not "tier too small"
         rig.store.reserve("ram", MiB // 2)
     rig.store.discard("block.0")
     rig.store.wait_idle()  # the discarded block needs no write-back
@@ -136,7 +136,7 @@ def test_a_part_that_is_cut_off_torn_or_flipped_in_silence_is_found(make_rig, on
     else:
         slot = rig.ram.allocate(NUM_BYTES, name="somebody", home=False)
         assert slot is not None
-        rig.ram.tensor(slot, (NUM_BYTES,), torch.uint8).fill_(9)  # remains in RAM if the read does not fill a part
+        rig.ram.tensor(slot, (NUM_BYTES,), torch.uint8).fill_(9)  # stays in RAM wherever the read writes nothing
         rig.ram.free(slot)
     with pytest.raises(CorruptBlockError, match=r"'block\.1' is damaged: .*block\.1/c/0' bytes 0 to") as caught:
         rig.get(1)
@@ -220,7 +220,7 @@ def test_random_faults_never_lose_or_invent_bytes(tmp_path: Path, make_rig) -> N
         except (TransferError, CorruptBlockError) as error:
             num_errors += 1
             if isinstance(error, CorruptBlockError):
-                rig.put(number, value % 256)  # replace the damaged contents, which an error reported
+                rig.put(number, value % 256)  # replace the contents that the error reported as damaged
                 newest[number] = {value % 256}
     assert num_errors > 20
 

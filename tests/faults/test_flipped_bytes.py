@@ -1,4 +1,4 @@
-"""If any bit of a checkpoint is flipped, the damaged file is named, or the contents that are read do not change."""
+"""If any bit of a checkpoint is flipped, an error names the file, or the contents that are read are unchanged."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def is_contents(path: Path) -> bool:
 
 
 def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
-    """Flip and restore one bit after the other. Count named and harmless flips, by kind of file."""
+    """Flip and restore one bit at a time. Count named and harmless flips, by kind of file."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
         flip(path, offset, bit)

@@ -1,4 +1,4 @@
-"""Drives that are full at the start or during the work, on small real file systems."""
+"""Drives that are full from the start or fill up during the work, on small real file systems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # slightly more than 2 MiB per bl
 
 
 class Notices:
-    """Collects the notices of the tier, and lets a test wait for a notice."""
+    """Collected notices of a tier. A test can wait for a notice."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -315,7 +315,7 @@ def test_hard_links_wait_for_space(small_drive, quick_retry) -> None:
 
 
 def test_requested_space_suffices_for_the_whole_run(small_drive, quick_retry) -> None:
-    """The first write that fails is a 4 KiB document, but the notice also counts new files for all blocks."""
+    """The first write that fails is a 4 KiB document, but the notice asks for enough space for all blocks."""
     notices = Notices()
     with open_store(small_drive.store, "pause", notices) as store:
         start(store)
@@ -340,7 +340,7 @@ def test_requested_space_suffices_for_the_whole_run(small_drive, quick_retry) ->
 
 
 def test_pause_with_a_simulated_full_drive(tmp_path: Path, faulty_links, quick_retry) -> None:
-    """The same pause without a mounted drive: the drive is full for the first five writes."""
+    """The same pause without a mounted drive: a simulated drive is full for the first five writes."""
     notices = Notices()
     tier = NvmeTier([tmp_path / "store"], 40 * MiB, on_full="pause", on_notice=notices)
     ram = RamTier(8 * MiB, pin_memory=False)

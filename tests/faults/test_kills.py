@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped at any instant, and then restarted, have the results of an undisturbed run.
+"""Runs that are killed or stopped at any instant, and then restarted, are bit-identical to an undisturbed run.
 
 The short test is part of every test run. The long test prints the phases that the signals hit:
 

@@ -1,6 +1,6 @@
-"""Copies of a live run, made file by file as by ``cp -r`` or ``rsync``, can be resumed.
+"""Copies of a live run, made file by file as with ``cp -r`` or ``rsync``, can be resumed.
 
-The long test runs with ``pytest -m slow tests/faults/test_live_copies.py``.
+Run the long test with ``pytest -m slow tests/faults/test_live_copies.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def whole_steps(run: SavedRun) -> dict[int, int]:
-    """Return the step of each generation with all files and correct checksums, without using code of the program."""
+    """Return the step of each complete, undamaged generation, by number. Do not use the program's own code."""
     found = {}
     top = run.out / "checkpoints"
     for folder in sorted(top.glob("snap/*")):
@@ -45,7 +45,7 @@ def whole_steps(run: SavedRun) -> dict[int, int]:
                 place = Path(os.path.normpath(top / block["location"]))
                 number_of = {int(path.name): path for path in (place / "c").iterdir()}
                 data = b"".join(number_of[number].read_bytes() for number in range(len(number_of)))[: block["nbytes"]]
-                (expected,) = block["xxh3_64"]  # a block has one checksum per 16 MiB, and all are smaller
+                (expected,) = block["xxh3_64"]  # one checksum per 16 MiB of a block, and all blocks here are smaller
                 if xxhash.xxh3_64_hexdigest(data) != expected:
                     raise ValueError(block["key"])
             found[int(folder.name)] = body["meta"]["step"]

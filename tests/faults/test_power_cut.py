@@ -228,7 +228,7 @@ def test_600_power_cuts_each_leave_a_whole_generation(layout: Layout, folder_in_
 
 
 class DoomedRun:
-    """Commits repeatedly in a thread, until its drive dies."""
+    """Run that commits repeatedly in a thread, until its drive dies."""
 
     def __init__(self, root: Path, layout: Layout, history: History, start: int) -> None:
         self.history, self.error = history, None

@@ -1,4 +1,4 @@
-"""A run of several ranks, one of which has a full drive (a small real file system)."""
+"""A run of several ranks, one of which has a full drive. The drive is a small real file system."""
 
 from __future__ import annotations
 

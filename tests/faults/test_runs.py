@@ -57,7 +57,7 @@ size = "40MiB"
 
 @dataclass
 class Work:
-    """Folder with a model and data, in which the command runs."""
+    """Folder with a model, data and the config that the command runs."""
 
     folder: Path
 
@@ -161,7 +161,7 @@ def test_eio_ends_the_run_with_one_message(work: Work, faults, on: str) -> None:
 def test_single_eio_ends_the_run_or_has_no_effect(work: Work, faults) -> None:
     faults.append(Fault("error", "write", errno.EIO, skip=30, times=1))
     result = work.run()
-    if result.exit_code:  # a fetch was waiting for the space of that block
+    if result.exit_code:  # a fetch was waiting for the space that this block occupies
         check_failure(result, "write failed: Input/output error (EIO)")
     else:
         assert "stays in memory" in result.stdout
@@ -211,7 +211,7 @@ def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, m
 
 
 def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    """Call ``then`` after the second step."""
+    """Arrange for ``then`` to be called after the second step."""
     from megatrain.training.training_loop import TrainingLoop
 
     real = TrainingLoop.train_step
@@ -226,7 +226,7 @@ def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], No
 
 @pytest.mark.fault
 def test_next_run_reports_a_killed_run(work: Work) -> None:
-    """SIGKILL hits at the start of the third step. The next run reports that it took over leftovers, and succeeds."""
+    """A run is killed when its third step starts. The next run reports that it took over leftovers, and succeeds."""
     script = f"""
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]

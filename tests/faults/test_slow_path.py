@@ -1,4 +1,4 @@
-"""A path that slows down during the work is named in a notice, with its rates. The tests control the clock."""
+"""If a path slows down, a notice names it and its rates. The tests control the clock."""
 
 from __future__ import annotations
 

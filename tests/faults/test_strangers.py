@@ -97,7 +97,7 @@ def listed(folder: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("path", ["../../mine/out/checkpoints", "ABSOLUTE", ".", "rank00001", "rank00000/../..", ""])
 def test_rank_paths_outside_the_run_are_refused(path: str, run: SavedRun, done: SavedRun, tmp_path: Path) -> None:
-    """Otherwise, `ckpt rm` on a stranger's folder could remove a checkpoint of the user."""
+    """Otherwise, `ckpt rm` on a stranger's folder could remove one of the user's own checkpoints."""
     mine = done.copy(tmp_path / "mine")
     before = contents(mine.folder)
     place = str(mine.out / "checkpoints") if path == "ABSOLUTE" else path
@@ -117,7 +117,7 @@ def test_removal_through_a_link_is_limited_to_sealed_files(run: SavedRun, done: 
     assert generation in list_generations(mine)
     with pytest.raises(StopIteration):
         listed(folder)
-    # A user's own checkpoints may be linked from another drive. Their document has the checksum of the manifest.
+    # Users may link their own checkpoints from another drive. The document then has the checksum of the manifest.
     write_one(folder, "rank00000", generation, manifest_checksum(mine, generation))
     forget_checkpoint(listed(folder))
     assert generation not in list_generations(mine)
@@ -339,7 +339,7 @@ def test_decompression_bomb_in_a_list_column_is_refused(rows: str, tmp_path: Pat
 
 
 def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A billion equal numbers in a row need only a few bytes in a file. They are refused before any is decompressed."""
+    """A billion equal numbers in a row need only a few bytes in a file. They are refused before decompression."""
     import pyarrow
     import pyarrow.parquet
 

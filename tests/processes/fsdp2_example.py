@@ -24,7 +24,7 @@ def main(which: str, *options: str) -> None:
     limit.daemon = True
     limit.start()
     torch.set_num_threads(1)
-    # Keep the group, because gloo's destructor holds the GIL while it joins a thread, which may need the GIL to end.
+    # Keep the process group: gloo's destructor holds the GIL while it joins a thread, which may need the GIL to end.
     torch.distributed.destroy_process_group = torch.distributed.barrier  # type: ignore[assignment]
     text = embed_examples.source(NAME)
     found = embed_examples.run(NAME, embed_examples.plain(text) if which == "plain" else text, options)

@@ -1,4 +1,4 @@
-"""Run folders with checkpoints that earlier versions wrote (tests/data/checkpoints)."""
+"""Folders of runs whose checkpoints were written by earlier versions (tests/data/checkpoints)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 def unpack(form: str, folder: Path) -> SavedRun:
-    """Unpack the archive ``FORM.tar.xz``, which contains a run folder, below ``folder``, and return the run."""
+    """Unpack a run from the archive ``FORM.tar.xz`` into ``folder``, and return the run."""
     with tarfile.open(GOLDEN / f"{form}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return SavedRun(folder / form)

@@ -81,7 +81,7 @@ class Board:
         struct.pack_into("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name), step)
 
     def figures(self, phase: str) -> tuple[int, float]:
-        """Return how often a phase began, and its total duration in seconds."""
+        """Return how many times a phase began, and its total duration in seconds."""
         count, seconds = struct.unpack_from("<qd", self._memory, _FIGURES + 16 * PHASES.index(phase))
         return int(count), float(seconds)
 

@@ -1,8 +1,8 @@
-"""Kills real runs at random times, and restarts them until they finish. The results must equal an undisturbed run.
+"""Kills real runs at random times, and restarts them until they finish. Results must equal an undisturbed run's.
 
     PYTHONPATH=.:tests python -m processes.kills --kills 200 --stops 30
 
-The parent is a single-threaded process that has imported everything. It forks a child for each start, which therefore
+The parent is a single-threaded process that has imported everything. For each start, it forks a child, which therefore
 needs no imports. The child executes the command ``run`` and reports its phase to the parent. The parent kills the child
 (or asks it to stop), checks the files on disk, and starts the run again.
 """
@@ -69,7 +69,7 @@ _POLL_S = 1e-4
 
 @dataclass(frozen=True)
 class Aim:
-    """When to send a signal: ``delay_s`` after the start, or after a phase begins for the ``nth`` time."""
+    """Time of a signal: ``delay_s`` after the start, or after a phase begins for the ``nth`` time."""
 
     delay_s: float
     phase: str | None = None
@@ -84,7 +84,7 @@ class Start:
         number: Number of the planned signal, or 0 for none.
         where: Phase in which the signal arrived, or None if the run ended first.
         code: Exit status; negative after a fatal signal.
-        resumed: Step of the resumed checkpoint, 0 for a start from the beginning, or -1 if the process ended earlier.
+        resumed: Step of the resumed checkpoint, 0 for a start from the beginning, or -1 if the process never got there.
         reported: Step of the newest reported checkpoint, or -1 for none.
         is_hung: Whether the process hung and was killed.
     """
@@ -140,7 +140,7 @@ class Run:
 
 
 class Killer:
-    """Kills or stops runs at random times, and restarts them until they finish.
+    """Test driver that kills or stops runs at random times, and restarts them until they finish.
 
     Args:
         model: Folder with weights and tokenizer.
@@ -169,7 +169,7 @@ class Killer:
         return sum(start.number == number and start.where is not None for run in self.runs for start in run.starts)
 
     def send_signals(self, number: int, times: int) -> None:
-        """Send signal ``number`` to runs of all placements in turn, until it has hit a run ``times`` times."""
+        """Send signal ``number`` to runs of all placements in turn, until it has hit ``times`` times."""
         while self.num_hits(number) < times and not self.problems:
             turn = len(self.runs)
             placement = list(PLACEMENTS)[turn % len(PLACEMENTS)]
@@ -258,7 +258,7 @@ class Killer:
         """Send the signal to a child at the planned time, and wait until the child has ended.
 
         Returns:
-            Phase that the signal hit or None, exit status, and whether the child hung.
+            Phase that the signal hit (or None), exit status, and whether the child hung.
         """
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
@@ -309,7 +309,7 @@ def codes_allowed(start: Start) -> tuple[int, ...]:
     if start.number == signal.SIGKILL:
         return (-start.number,)
     main = start.where.partition(",")[0]
-    if main in ("starting", "loading"):  # the signal handler is not installed yet, or already removed
+    if main in ("starting", "loading"):  # the signal handler has not been installed yet, or has been removed
         return (-start.number, 75, 0)
     return (75, 0)
 
@@ -375,7 +375,7 @@ def main() -> int:
 
 
 def preload(model: Path, folder: Path) -> None:
-    """Import the code of a run and fill its caches, without training and without starting a thread."""
+    """Import the code that a run needs and fill its caches, without training or starting a thread."""
     from megatrain.config import load_config
     from megatrain.optim import clip
     from megatrain.plan import planner, traced

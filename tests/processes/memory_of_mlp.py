@@ -19,7 +19,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    """Run three steps, and print the planned memory and the measured memory of the last step, in bytes."""
+    """Run three steps. Print the planned workspace and the measured memory of the last step, in bytes."""
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     config = LlamaConfig(

@@ -27,7 +27,7 @@ def anonymous_bytes() -> int:
 
 @contextmanager
 def peak(results: dict[str, int], name: str) -> Iterator[None]:
-    """Record how many bytes the memory grows in the context, at its peak and after the end."""
+    """Record by how many bytes the memory of this process grows in the context: at the peak, and after the end."""
     gc.collect()
     before, highest, is_over = anonymous_bytes(), [0], threading.Event()
 
@@ -46,7 +46,7 @@ def peak(results: dict[str, int], name: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure offloading, loading and training, and write the results to FOLDER/memory.json."""
+    """Measure the memory for offloading, loading and training, and write the results to FOLDER/memory.json."""
     folder, results = Path(sys.argv[1]), dict[str, int]()
     torch.set_num_threads(1)
     warm = nn.Sequential(nn.Linear(8, 8))

@@ -4,7 +4,7 @@ Each ``FAULT`` is ``RANK:KIND`` and affects that rank, or all ranks if ``RANK`` 
 
 - ``early`` exits before the ranks join a group.
 - ``raise``, ``kill``, ``stop`` (SIGSTOP) and ``exit`` occur in the second step.
-- ``slow`` never stops training. ``hang`` waits a minute after the last step.
+- ``slow`` runs steps until a stop request. ``hang`` waits a minute after the last step.
 - ``differs`` gives the rank a different config. ``notice`` sends a message to rank 0.
 - ``patient`` waits up to a minute for other ranks, instead of two seconds.
 """
@@ -71,7 +71,7 @@ def steps(group: RankGroup, folder: Path, faults: set[str]) -> int:
 
 
 def cause_faults(faults: set[str]) -> None:
-    """Cause the faults of the second step that were requested."""
+    """Cause the requested faults of the second step."""
     if "raise" in faults:
         raise ValueError("the rows are wrong")
     if "exit" in faults:

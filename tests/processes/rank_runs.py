@@ -1,4 +1,4 @@
-"""Starts complete runs with several processes: with the project's launcher, or rank by rank like torchrun and srun."""
+"""Starts complete runs with several processes: through the project's launcher, or rank by rank as under srun."""
 
 from __future__ import annotations
 

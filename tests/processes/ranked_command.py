@@ -8,7 +8,7 @@ The environment variable ``RANK_HAPPENS`` lists faults, separated by semicolons:
 - ``RANK:flip:FILE``: each read from the rank's drives has one flipped bit while the file exists.
 - ``RANK:asks:FILE``: each GPU query through torch appends the visible GPUs to the file.
 
-Every rank writes its pid to a file in the folder ``RANK_PIDS``. Apart from this, it behaves like the command.
+Every rank writes its pid to a file in the folder ``RANK_PIDS``. Otherwise, it behaves like the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiered import Commit, TieredStore
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
 
-#: Instants of a save, in order -> (class or module, function, whether the instant is after the call).
+#: Instant of a save -> (class or module, function, whether the instant is after the call), in order of time.
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),
@@ -49,7 +49,7 @@ def fail() -> None:
 
 
 def install_fault(what: str, instant: str, nth: int) -> None:
-    """Arrange that this process is killed, is stopped or raises an error when it reaches an instant the nth time."""
+    """Make this process die, stop or raise an error when it reaches an instant for the nth time."""
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what)
     happen = fail if number is None else partial(os.kill, os.getpid(), number)
     owner, name, is_after = INSTANTS[instant]
@@ -86,7 +86,7 @@ class FaultWhile(Fault):
 
 
 def break_drives(what: str, file: Path) -> None:
-    """Make drives full, or flip bits in reads, while a file exists. The tier checks full drives every 20 ms."""
+    """Simulate full drives, or flip bits in reads, while a file exists. The tier checks full drives every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
 

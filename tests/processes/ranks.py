@@ -53,7 +53,7 @@ class Ended:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a program that can import the test helpers."""
+    """Return environment variables with which a program can import the test helpers."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
@@ -175,7 +175,7 @@ def main(folder: Path) -> None:
         store = torch.distributed.FileStore(str(folder / "meeting"), world.size)
         init(world, torch.device("cpu"), store)
         job, arguments = pickle.loads((folder / "job").read_bytes())
-        is_error, text = False, pickle.dumps((False, job(world, *arguments)))  # pickles the tensor values
+        is_error, text = False, pickle.dumps((False, job(world, *arguments)))  # includes the values of tensors
     except BaseException:
         is_error, text = True, pickle.dumps((True, traceback.format_exc()))
     part = folder / f"part{world.rank}"

@@ -153,7 +153,7 @@ def make_model(folder: Path, **changes: int) -> None:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process if it is still running, for example after a failed test, and wait for its end."""
+    """Kill a process if it is still running, for example after a failed test, and wait for it to end."""
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
     process.communicate()

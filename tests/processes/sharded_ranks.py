@@ -16,7 +16,7 @@ from megatrain.ranks.world import World
 from tiered import TieredStore
 
 STEPS = 4
-#: Case -> (parameter dtype, optimizer options, maximum norm of torch's clipping or 0, checkpoint formats to resume).
+#: Case -> (dtype, optimizer options, norm limit for torch's clipping or 0, checkpoint formats to resume from).
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
     "fp32": (torch.float32, {}, 0.0, ("generation", "tensors")),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16", "ema_decay": 0.5}, 0.0, ("generation", "tensors")),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
 
 
 class Net(nn.Module):
-    """Module with tied weights, rows that two ranks cannot share evenly, and a one-element and a frozen parameter."""
+    """Module with tied weights, an odd number of embeddings, a one-element parameter and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def loss_of(module: nn.Module, step: int, half: int) -> Tensor:
 
 
 def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: Any) -> megatrain.TieredAdamW:
-    """Return the optimizer of a case. The case ``clipped`` passes a torch optimizer's groups, like accelerate."""
+    """Return the optimizer of a case. The case ``clipped`` passes a torch optimizer's groups, as accelerate does."""
     params: Any = module.parameters()
     if case == "clipped":
         params = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1).param_groups

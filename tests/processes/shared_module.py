@@ -94,7 +94,7 @@ def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megat
 
 
 def train(module: Net, optimizer: megatrain.TieredAdamW, steps: range) -> tuple[dict[str, float], list[float | None]]:
-    """Train, and return the losses of this rank by step and lane, and the gradient norm of each step."""
+    """Train. Return this rank's losses by step and lane, and the gradient norm of each step."""
     losses, norms = {}, []
     for step in steps:
         for lane in megatrain.gradient_lanes(module):

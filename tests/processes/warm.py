@@ -2,8 +2,9 @@
 
 A new interpreter needs five seconds of CPU time to import torch, transformers and megatrain. ``Popen`` and ``run`` of
 this module take the same arguments as ``subprocess``, but fork commands ``[sys.executable, ...]`` from a server. Each
-pytest process has one server, which imports and plans once and starts no threads. The forked processes are real, with
-their own pid, signals, terminal and exit status. Tests of startup, imports or resident memory use ``subprocess``.
+pytest process has one server, which imports everything, plans one run and starts no threads. The forked processes are
+real, with their own pid, signals, terminal and exit status. Tests of startup, imports or resident memory use
+``subprocess`` instead.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ PRELOADED = (
     "megatrain_tier_cli.run",
     "oracles.traces",
 )
-#: Config that the server plans once. A first plan fills caches, which takes a second of CPU time.
+#: Config of a run that the server plans once, to fill caches. This takes a second of CPU time.
 PLANNED = """task = "pretrain"
 output_dir = "{folder}/out"
 device = "cpu"
@@ -137,14 +138,14 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 
 
 def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
-    """Let the server start a process, adopt the process as a child, and return its pid."""
+    """Have the server start a process, adopt the process as a child, and return its pid."""
     if not _address:
         _start_server()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(_address)
         payload = json.dumps(request).encode()
         # The intermediate process ends before the server answers. The new process is then adopted by the nearest
-        # subreaper above the server, which must be this process. Later, init must adopt orphans of tested programs.
+        # subreaper above the server, which must be this process. After that, init must adopt tested programs' orphans.
         _set_subreaper(True)
         try:
             socket.send_fds(connection, [len(payload).to_bytes(8, "little")], list(streams))
@@ -197,7 +198,7 @@ def _preload() -> None:
     sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # replace the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
-    if not torch.backends.cuda.is_built():  # in CUDA builds, a plan starts autograd threads, lost in a fork
+    if not torch.backends.cuda.is_built():  # in CUDA builds, a plan starts autograd threads, which a fork loses
         _plan_once()
     del sys.path[:2]
     assert threading.active_count() == 1, threading.enumerate()
@@ -205,7 +206,7 @@ def _preload() -> None:
 
 
 def _plan_once() -> None:
-    """Plan one run. This loads the update kernels, and fills caches of fake tensors in torch and of transformers."""
+    """Plan one run. This loads the update kernels, and fills caches of transformers and of torch's fake tensors."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from megatrain.config import load_config
@@ -265,7 +266,7 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
             return request
         os.write(writer, pid.to_bytes(8, "little"))
         os._exit(0)
-    os.waitpid(between, 0)  # then the requester is the parent of the new process
+    os.waitpid(between, 0)  # after this, the requester is the parent of the new process
     connection.sendall(os.read(reader, 8))
     for fd in (reader, writer, *streams):
         os.close(fd)
@@ -276,7 +277,7 @@ def _become(request: dict[str, Any]) -> list[str]:
     """Set streams, working directory, environment and session as requested. Return the command line to run."""
     if request["with_children"]:
         listener, (reader, writer) = _listen(), os.pipe()
-        if os.fork() == 0:  # this fork is the server for the children of the process
+        if os.fork() == 0:  # this fork is the server for the program's own children
             os.close(writer)
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in (*request["streams"], 0, 1, 2):

@@ -89,7 +89,7 @@ def train(
     num_steps: int,
     change: Callable[[list[dict[str, Tensor]], int], None] | None = None,
 ) -> RankResult:
-    """Train some steps, and return the results.
+    """Train for some steps, and return the results.
 
     Args:
         folder: Folder of the test.
@@ -150,7 +150,7 @@ def train(
 
 
 def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) -> None:
-    """Evaluate the sets of the config, and record results and traffic."""
+    """Evaluate the config's evaluation sets, and record results and traffic."""
     from megatrain.base.observer import RunObserver
     from megatrain.data.encoding import load_tokenizer
     from megatrain.tasks.evaluation import (
@@ -202,7 +202,7 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
-    """Return a digest of the weights and of each kind of state of each unit.
+    """Return digests of each unit's weights and of each kind of its optimizer state.
 
     Parts and shards are joined without padding, so the digests do not depend on the number of ranks.
     """
@@ -220,7 +220,7 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
     """Resume a run from its newest checkpoint with these ranks, run some steps, and save.
 
     Returns:
-        Losses of the steps, and this rank's contents at the end.
+        Losses of the steps, and the results of this rank, with the contents of its blocks at the end.
     """
     from megatrain.base.names import CHECKPOINTS_NAME
     from megatrain.checkpoint.resume import find_candidates
