@@ -59,7 +59,7 @@ def test_all_is_well(run: SavedRun) -> None:
 
 
 def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
-    """The notes about evaluation rows are the same as about training rows, but begin with the name of the set."""
+    """Evaluation rows give the same notes as training rows, each prefixed with the name of the evaluation set."""
     rows = [{"prompt": f"hello {n}", "completion": "" if n % 9 == 0 else "end <|endoftext|> here"} for n in range(20)]
     (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tables = {"more": '[[data.eval]]\npath = "held.jsonl"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'}
@@ -108,7 +108,7 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
 
 
 def test_exit_code_follows_the_order_of_kinds(run: SavedRun) -> None:
-    """A config with one mistake of each kind gives exit codes 2, 3, 4 and 1 in turn, as the mistakes are fixed."""
+    """With one mistake of each kind, the exit code is 2. As the mistakes are fixed, it becomes 3, 4, 1 and 0."""
     mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
     run.out.mkdir()
     (run.out / "LOCK").symlink_to("elsewhere")  # the system refuses to open the lock file

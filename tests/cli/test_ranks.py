@@ -43,7 +43,7 @@ def options(*keys: str) -> list[str]:
     return [word for key in keys for word in ("--set", key)]
 
 
-#: One micro-batch for each of up to four ranks.
+#: Four micro-batches per step, so each of up to four ranks has at least one.
 BATCH = ("training.gradient_accumulation_steps=4",)
 OPTIONS = options(*BATCH, "checkpoint.save_strategy=no", "checkpoint.save_on_signal=false")
 
@@ -473,7 +473,7 @@ def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun
 
 
 def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
-    """``status``, ``clean``, ``export`` and ``ckpt`` find the checkpoint files of all ranks, even on drives."""
+    """``status``, ``clean``, ``export`` and ``ckpt`` find the checkpoint files of all ranks, even those on drives."""
     run, drive = made.copy(tmp_path / "run"), tmp_path / "run/drive"
 
     def tell(*words: object) -> dict[str, Any]:

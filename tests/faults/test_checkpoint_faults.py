@@ -374,7 +374,7 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
 
 
 def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``timeout`` and some shells send a signal to the process and then to its whole group. This is one request."""
+    """``timeout`` and some shells send a signal to the process and then to its whole group. They are one request."""
     from megatrain.training.training_loop import TrainingLoop
 
     train_step = TrainingLoop.train_step
@@ -392,7 +392,7 @@ def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytes
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None], *, version: int | None = None) -> None:
-    """Change the body of a manifest and update its checksum, as a program would."""
+    """Change the body of a manifest, and update its checksum so that the manifest stays valid."""
     document = json.loads(path.read_text())
     change(document["body"])
     text = json.dumps(document["body"], sort_keys=True)

@@ -28,7 +28,7 @@ _LARGE = {"a": (MiB + 1234, "ram"), "layer.0/b": (3 * MiB - 77, "nvme"), "layer.
 
 @dataclass
 class Checkpoint:
-    """Second of two generations, on two drives. Its files were copied from RAM, or hard-linked to files of a drive."""
+    """Second of two generations, on two drives. Its files were copied from RAM, or hard-linked to files on a drive."""
 
     root: Path
     expected: Contents

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 
 def whole_steps(run: SavedRun) -> dict[int, int]:
-    """Return the step of each complete, undamaged generation, by number. Do not use the program's own code."""
+    """Return the step of each complete, undamaged generation, by number, without the program's own code."""
     found = {}
     top = run.out / "checkpoints"
     for folder in sorted(top.glob("snap/*")):

@@ -96,7 +96,7 @@ _PHASE_AFTER = {
     "waited": "between commits",
     "back": "between commits",
 }
-_LATE_PHASES = ("sealing", "flipping", "deleting old ones")  # when ``commit`` returns, its thread may be here
+_LATE_PHASES = ("sealing", "flipping", "deleting old ones")  # when ``commit`` returns, its thread may already be here
 
 
 def phases(recording: Recording, generations: str) -> list[str]:

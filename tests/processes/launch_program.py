@@ -9,7 +9,7 @@ from megatrain.ranks.watch import Failure
 
 
 def tell(failure: Failure) -> None:
-    """Print the failure to stderr, as the command does."""
+    """Print the failure to stderr, as the command ``run`` does."""
     print(f"error: {failure}", file=sys.stderr, flush=True)
 
 

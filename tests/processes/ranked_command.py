@@ -32,7 +32,7 @@ from tiered import Commit, TieredStore
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
 
-#: Instant of a save -> (class or module, function, whether the instant is after the call), in order of time.
+#: Instants of a save, from first to last -> (class or module, function, whether the instant is after the call).
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),

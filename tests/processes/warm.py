@@ -156,7 +156,7 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     if len(answer) != 8:
         raise RuntimeError("the server of warm processes is gone")
     pid = int.from_bytes(answer, "little")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises an error if not our child
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises an error if it is not our child
     return pid
 
 
