@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # absolute path.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatrain-tier-tests-")
 
-# The processes of a test run share traces in this folder. The first process creates and removes it.
+# All processes of a test run share one folder of cached traces. The first process creates it and later removes it.
 if "KEPT_TRACES" not in os.environ:
     os.environ["KEPT_TRACES"] = tempfile.mkdtemp(prefix="megatrain-tier-traces-")
     atexit.register(shutil.rmtree, os.environ["KEPT_TRACES"], ignore_errors=True)
@@ -40,11 +40,12 @@ from megatrain.machine.file_systems import file_system_of
 if TYPE_CHECKING:
     from processes.saved_run import SavedRun
 
-# A run refuses tmpfs as a drive, and on many systems the default folder for temporary files is on tmpfs.
+# A run refuses a drive on tmpfs, and on many systems the default folder for temporary files is on tmpfs.
 if file_system_of(Path(tempfile.gettempdir())).medium == "memory" and os.access("/var/tmp", os.W_OK):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
-# Background jobs and nohup ignore these signals, and child processes inherit this. Some tests send the signals.
+# In background jobs and under nohup, these signals are ignored, and child processes inherit this setting. Some tests
+# send the signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -56,7 +57,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 #: Folders, files and tests that take minutes because of their many cases. Without `-m slow`, one in `SHARE` cases of a
-#: test runs, and further cases for missing pairs of options. Tests with fewer than `FEWEST` cases run completely.
+#: test runs, plus cases that cover the missing pairs of options. A test with fewer than `FEWEST` cases runs them all.
 LONG_MATRICES = (
     "tests/parity/",
     "tests/gpu/",
@@ -93,7 +94,7 @@ LONG_MATRICES = (
     "tests/tiered/test_pruning.py",
 )
 SHARE, FEWEST = 17, 2  # SHARE is prime, so that the kept cases have different values of each parameter
-#: Exceptions, of which all cases run: fast tests whose cases differ, and tests that no other test resembles.
+#: Exceptions that run all their cases: fast tests with dissimilar cases, and tests unlike any other test.
 SHORT = (
     "tests/megatrain/embed/test_optimizer.py::test_cleared_gradients_are_not_used",
     "tests/gpu/test_freed_memory.py",
@@ -104,7 +105,7 @@ SHORT = (
     "tests/parity/test_distill.py::test_logits_in_parts_give_loss_and_gradient_of_plain_torch",
     "tests/parity/test_parts.py",
 )
-#: Benches that are slow in `test_rows`. Other tests of test_benches.py also run them or their parts.
+#: Benches that `test_rows` marks as slow. Other tests in test_benches.py also run them or their parts.
 LONG_BENCHES = (
     "process_memory",
     "large",
@@ -119,7 +120,7 @@ LONG_BENCHES = (
 )
 
 
-#: Files with tests that take half a minute or more. If they ran last, the other processes would wait for them.
+#: Files with tests that take half a minute or more. If they ran last, the other workers would be idle.
 FIRST = (
     "tests/faults/test_kills.py",
     "tests/megatrain/plan/test_headline_plans.py",
@@ -174,7 +175,7 @@ def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """Create a run folder with a model of 0.1 M parameters and some text. Tests copy it, or only read it."""
+    """Create a run folder with a model of 0.1 M parameters and some text. Tests either copy it or only read it."""
     from processes.saved_run import make_run
 
     return make_run(tmp_path_factory.mktemp("untrained") / "w")
@@ -182,7 +183,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 @pytest.fixture(scope="session")
 def unbroken(untrained: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """Train a copy of ``untrained`` in RAM for 6 uninterrupted steps, saving at 2, 4 and 6. Tests copy the folder."""
+    """Train a copy of ``untrained`` in RAM for 6 uninterrupted steps, saving at steps 2, 4 and 6. Tests copy it."""
     run = untrained.copy(tmp_path_factory.mktemp("unbroken") / "w")
     result = run.run(steps=6)
     assert result.exit_code == 0, result.output
@@ -193,7 +194,7 @@ def unbroken(untrained: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> S
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Exclude the permanent objects of earlier files, such as modules and caches, from garbage collection.
 
-    Each software device ends with a garbage collection, which would take seconds with all objects of a long test run.
+    Closing a software device triggers a garbage collection, which would take seconds if it scanned all objects.
     """
     if item.config.stash.get(_FILE, None) != item.path:
         item.config.stash[_FILE] = item.path
@@ -221,9 +222,9 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        is_slow = item.get_closest_marker("slow") is not None  # marked in its file, so not a kept case
+        is_slow = item.get_closest_marker("slow") is not None  # its file marks it as slow, so it is never sampled
         if item.nodeid.startswith(LONG_MATRICES) and not is_slow:
-            # GPU cases are sampled separately. Otherwise, all kept cases of a test might use a software device.
+            # Sample GPU cases separately. Otherwise, all sampled cases of a test might use a software device.
             cases.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
@@ -237,7 +238,7 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
 
 
 def pairs_left_out(group: list[pytest.Item], kept: list[pytest.Item]) -> list[pytest.Item]:
-    """Return additional cases of a test, so that the kept cases have all pairs of options that occur.
+    """Return additional cases of a test, so that all cases that run cover every pair of option values that occurs.
 
     An option is a parameter with two values. Parameters with more values, such as model families, are only sampled.
     """

@@ -46,9 +46,9 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
     "embedding": ("megatrain.embed",),
-    # Three modules look like converters but belong to lower layers. `device.attention` knows the sizes of torch's
-    # kernels but no model, like `device.work`. `models.passthrough` only accounts for each tensor of a folder (loaded,
-    # copied or refused). `models.quantized` only decodes bytes, because a file format of tensors is like a dtype.
+    # Three modules look like converters but belong to lower layers. Like `device.work`, `device.attention` knows the
+    # costs of torch's kernels, but nothing about models. `models.passthrough` only records whether each tensor of a
+    # folder is loaded, copied or refused. `models.quantized` only decodes bytes: it treats a file format as a dtype.
     "converters": (
         "megatrain.converters",
         "megatrain.models.in_place",
@@ -83,7 +83,7 @@ READING_ORDER = (
 )
 
 
-#: Factor (a feature) -> regular expression of its words. A file that contains such a word depends on the factor.
+#: Factor (a feature) -> regular expression that matches its words. A file with such a word depends on the factor.
 FACTOR_WORDS: Mapping[str, str] = {
     "adapters": "adapters?|lora",
     "averages": "averages?|averaged",
@@ -143,7 +143,7 @@ MODULES = {source.module for source in SOURCES}
 
 
 def typing_only(tree: ast.Module) -> set[ast.AST]:
-    """Return every node under `if TYPE_CHECKING:`, because such imports never run."""
+    """Return every node under `if TYPE_CHECKING:`, where imports never run."""
     return {
         node
         for branch in ast.walk(tree)
@@ -161,7 +161,7 @@ def absolute_name(source: Source, node: ast.ImportFrom) -> str:
 
 
 def module_of(name: str) -> str:
-    """Return the module of a dotted name, which is `__init__` for a package."""
+    """Return the module that a dotted name refers to. For a package, this is its `__init__`."""
     return f"{name}.__init__" if f"{name}.__init__" in MODULES else name
 
 
@@ -201,12 +201,12 @@ def layer_of(module: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """Return the package of a module, or the top-level package for a module outside of `megatrain`."""
+    """Return a module's package inside `megatrain`, or its top-level package if it is outside `megatrain`."""
     return ".".join(module.split(".")[:2]) if module.startswith("megatrain.") else module.split(".")[0]
 
 
 def upward_pairs() -> set[tuple[str, str]]:
-    """Return (importer, imported) for all imports of a higher layer."""
+    """Return (importer, imported) for all imports from a higher layer."""
     return {
         (importer, imported)
         for importer, imported in file_pairs()
@@ -289,7 +289,7 @@ def large_classes(least: int) -> dict[str, int]:
 
 
 def long_constructors(least: int) -> dict[str, int]:
-    """Return the number of constructor arguments by `module.Class`, for core classes with more than `least`."""
+    """Return the number of constructor arguments by `module.Class`, for engine classes with more than `least`."""
     found = {
         f"{module}.{node.name}": num_arguments(node)
         for module, node in definitions()
@@ -337,7 +337,7 @@ def glossary_words() -> set[str]:
 
 
 def vague_entries() -> tuple[int, int]:
-    """Return the number of Args and Attributes entries that begin with a vague word, and the number of all entries."""
+    """Return how many Args and Attributes entries begin with a vague word, and the total number of entries."""
     vague = total = 0
     for source in SOURCES:
         for node in ast.walk(source.tree):
@@ -350,7 +350,7 @@ def vague_entries() -> tuple[int, int]:
 
 
 def assertions(tree: ast.Module) -> Iterator[list[ast.Assert]]:
-    """Yield the assertions of each function that has any, without the assertions of nested functions."""
+    """Yield the list of assertions in each function that has any. Nested functions have separate lists."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             found, left = [], list(function.body)
@@ -427,7 +427,7 @@ def bounded() -> dict[str, dict[str, int]]:
         one_sided["/".join(path.relative_to(ROOT).parts[:2])] += count
     stems = Counter(source.path.stem for source in SOURCES if source.path.stem not in ("__init__", "__main__", "table"))
     return {
-        "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # space for fixes
+        "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # room for fixes
         "files per factor": files,
         "uses": {"is_single and is_first": rank_tests},
         "file stems used more than once": {stem: count for stem, count in sorted(stems.items()) if count > 1},
@@ -454,7 +454,7 @@ def lower_bounds() -> None:
 
 
 def figures() -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each metric."""
+    """Yield the name and value of each metric."""
     pairs, upward = file_pairs(), upward_pairs()
     yield "upward pairs of files", f"{len(upward)} of {len(pairs)}"
     by_rooms = Counter((layer_of(one), layer_of(other)) for one, other in upward)

@@ -152,7 +152,7 @@ RUNS_THE_COMMAND = "megatrain.__main__"
 
 
 def test_only_one_module_imports_the_command() -> None:
-    """`torchrun -m megatrain run CONFIG` needs a module in `megatrain` that imports the command. No other may do so."""
+    """`torchrun -m megatrain run CONFIG` needs one module in `megatrain` that imports the command. No other may."""
     importers = {
         source.module
         for source in SOURCES
@@ -164,7 +164,7 @@ def test_only_one_module_imports_the_command() -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """Imports under ``TYPE_CHECKING`` also count: a type is defined with its concept, not where objects are created."""
+    """Imports under ``TYPE_CHECKING`` also count. A type belongs next to its concept, not where objects are created."""
     edges = {
         source.module: {name for _, name in imports(source) if name in MODULES} - {source.module} for source in SOURCES
     }
@@ -247,7 +247,7 @@ def test_embedding_knows_little_of_the_engine() -> None:
 
 
 def test_one_file_of_embedding_knows_several_ranks() -> None:
-    """``ranks.dtensors`` does not count: with FSDP2, each rank updates only its own shards, without the other ranks."""
+    """``ranks.dtensors`` does not count: with FSDP2, each rank updates only its own shards, independently of others."""
     importers = {
         source.module
         for source in SOURCES
@@ -271,7 +271,7 @@ def test_no_circle_of_packages() -> None:
     assert not house.import_cycles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
 
 
-# Size limits. The two tables contain exceptions: numbers of methods and arguments that may only shrink.
+# Size limits. The two tables contain exceptions, whose numbers of methods and arguments may only shrink.
 MOST_METHODS = 30
 METHODS = {
     "tiered.store.TieredStore": 42,
@@ -280,7 +280,7 @@ MOST_ARGUMENTS = 10
 ARGUMENTS: dict[str, int] = {}
 MOST_STEP_PROGRAM_FIELDS = 9
 MOST_KNOWING_THE_CONFIG = 12
-MOST_LINES_TO_READ = 4_000  # with some space for fixes; to shorten a file, remove features instead of comments
+MOST_LINES_TO_READ = 4_000  # leaves room for fixes; to shorten a file, remove features, not comments
 
 
 def assert_only_shrinks(found: Mapping[str, int], bounds: Mapping[str, int]) -> None:
@@ -303,14 +303,15 @@ def test_a_step_program_has_no_field_for_each_feature() -> None:
 
 
 def test_class_names_have_one_meaning() -> None:
-    """No two classes have the same name, public or private, so a reader always knows which class is meant."""
+    """No two classes have the same name, public or private, so a reader always knows which class a name means."""
     assert not house.shared_class_names()
 
 
 def test_the_figures_of_the_house_only_shrink() -> None:
     """Metrics such as lines of code, files per factor, reused file names and vague entries must not grow.
 
-    One metric counts figures that a test bounds on only one side. Such a test misses mistakes on the other side.
+    One metric counts figures that a test bounds only from above or only from below. Such tests miss mistakes in the
+    other direction.
     """
     bounds = house.read_bounds()
     grown = [
@@ -346,7 +347,7 @@ def test_files_to_read_are_few() -> None:
     assert sum(house.num_lines(name) for name in house.READING_ORDER) <= MOST_LINES_TO_READ
 
 
-#: Words of the code that a reader cannot guess.
+#: Words in the code whose meaning a reader cannot guess.
 KEY_WORDS = (
     *("block", "slot", "copy", "home", "lease", "tick", "program", "tape", "op", "held", "passing", "turn"),
     *("unit", "layout", "part", "piece", "range", "region", "packed", "encoding", "visit", "use site"),
@@ -465,7 +466,7 @@ def test_inside_the_command_imports_are_relative() -> None:
 
 @functools.cache
 def names_used() -> list[tuple[str, int, str]]:
-    """Return (file, line, name) of every import that runs and of every attribute. Attribute names begin with "="."""
+    """Return (file, line, name) for every import that runs and every attribute. Attribute names begin with "="."""
     found = []
     for source in SOURCES:
         skipped = typing_only(source.tree)
@@ -527,7 +528,7 @@ def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
 
 
 def test_every_package_is_listed_for_the_wheel() -> None:
-    """Automatic discovery is off (package-dir is set): an unlisted package would be missing from the wheel silently."""
+    """Automatic discovery is off (package-dir is set): an unlisted package would silently be missing from the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {
         ".".join(["megatrain_tier_cli" if part == "cli" else part for part in folder.relative_to(ROOT).parts])
@@ -635,7 +636,7 @@ print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
 
 
 def names_in_docstring(node: ast.AST) -> set[str]:
-    """Return the names that the sections of a function's or class's docstring may describe."""
+    """Return the names that entries in the docstring of a function or class may describe."""
     names: set[str] = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -650,7 +651,7 @@ def names_in_docstring(node: ast.AST) -> set[str]:
 
 
 def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
-    """Yield lines in Args, Attributes and Raises that are not an entry for exactly one known name."""
+    """Yield the lines in Args, Attributes and Raises that are not an entry for exactly one known name."""
     section, indent = None, 0
     for line in docstring.splitlines():
         depth = len(line) - len(line.lstrip())

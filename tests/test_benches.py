@@ -102,8 +102,8 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-#: Slow benches. `compare/ranks` starts three new interpreters, and the bench `ranks` also covers this project's side.
-#: Another test runs `compare/disk_offload`.
+#: Slow benches. `compare/ranks` starts three new interpreters, and the bench `ranks` already covers this project's
+#: side. Another test runs `compare/disk_offload`.
 SLOW = ("compare/ranks", "compare/disk_offload")
 
 
@@ -205,7 +205,7 @@ def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
     for side in ("ours_bf16", "ours_fp32"):
         assert rows[f"{side}.step"] > 0
         assert rows[f"{side}.losses"][1] < rows[f"{side}.losses"][0]  # each step has the same tokens
-    assert rows["ours_bf16.memory_for_state"] < 12 * rows["ours_bf16.parameters"]  # the state is not all in RAM
+    assert rows["ours_bf16.memory_for_state"] < 12 * rows["ours_bf16.parameters"]  # some of the state is not in RAM
 
 
 def test_comparison_without_deepspeed_is_reported() -> None:
@@ -248,7 +248,7 @@ def test_sides_on_one_device_agree_and_match_the_plan() -> None:
 
 
 def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """Run `gpu.py` at a tiny size on a software GPU that is too small for everything. Return its rows by name."""
+    """Run `gpu.py` at a tiny size on a software GPU that is too small for the whole model. Return its rows by name."""
     out = folder / "made" / "rows.jsonl"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
@@ -277,7 +277,7 @@ def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
-    """torch cannot profile a software GPU, so the rows list host operators. The profiled step is not measured."""
+    """torch cannot profile a software GPU, so the rows list host operators. The profiled step is not timed."""
     words = ["--parts", "7b_4k+bf16_gradients", "--profile", "--traces", str(tmp_path / "traces")]
     found = {name: row["value"] for name, row in on_virtual_gpu(tmp_path, *words).items()}
     start = "7b_4k+bf16_gradients.ours."
@@ -339,7 +339,7 @@ def _keys(tables: Any) -> list[tuple[str, str]]:
 
 
 def fifteen(folder: Path, *words: str, **variables: str) -> tuple[int, str, Path]:
-    """Run a call of `gpu_fifteen.sh` at a tiny size. Return its exit status, log and result folder."""
+    """Run `gpu_fifteen.sh` at a tiny size; the first word is its CALL. Return exit status, log and result folder."""
     out = folder / "out"
     command = ["bash", str(BENCH / "gpu_fifteen.sh"), "--quick", words[0], str(out), *words[1:]]
     environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
@@ -386,7 +386,7 @@ def test_other_calls_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # test_call_ends_if_the_tiny_model_fails is similar
 def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) -> None:
-    """The first call has no time for any command. In the second, numba cannot be imported until a wheel is unpacked."""
+    """The first call has no time for any command. In the second, importing numba fails until a wheel is unpacked."""
     late = tmp_path / "late"
     late.mkdir()
     status, log, _ = fifteen(late, "b", CALL_S="1")
@@ -406,7 +406,7 @@ def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) ->
 
 
 def test_call_ends_if_the_tiny_model_fails(tmp_path: Path) -> None:
-    """numba cannot be imported, and no wheel helps."""
+    """numba cannot be imported, and there is no wheel that would fix this."""
     (tmp_path / "numba.py").write_text("raise ImportError('no numba here')")
     status, log, out = fifteen(tmp_path, "a", PYTHONPATH=str(tmp_path), CALL_S="300")
     assert status == 1 and "two steps of a tiny model, each launch awaited: exit status 1" in log
@@ -495,7 +495,7 @@ def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
 
 
 def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
-    """The time is enough for only a few of the requested steps."""
+    """There is time for only a few of the requested steps."""
     part = PARTS["plain"].small()
     result = tmp_path / "result.json"
     job = Job(
@@ -513,7 +513,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides multiply matrices before this project requests deterministic kernels, and torch reads the setting once."""
+    """Sides multiply matrices before this project requests deterministic kernels, and torch reads the variable once."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     arguments = argparse.Namespace(
         layers=None,
@@ -536,7 +536,7 @@ def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeyp
 
 
 def test_failed_side_reports_the_end_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """The output file is deleted with the scratch folder, and a row has space for only three of its lines."""
+    """A row holds only three lines of the output, and the log is deleted. So the last 200 lines are printed."""
     arguments = argparse.Namespace(
         layers=None,
         quick=True,
@@ -671,7 +671,7 @@ def test_commit_writes_ram_blocks_and_links_the_rest() -> None:
 def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
     rows = {row["name"]: row["value"] for row in run("gsm8k")}
     assert len(rows["ours.losses"]) == len(rows["plain.losses"]) == rows["steps"] == 3
-    assert 0 < rows["trained_tokens"] < rows["tokens"]  # only answers are trained
+    assert 0 < rows["trained_tokens"] < rows["tokens"]  # only answers are trained on
     assert rows["loss.max_relative_difference"] < 1e-5 and rows["weights.difference_over_move"] < 1e-3
     assert rows["test.after.ours"] < rows["test.before.ours"]
     assert rows["ours.nvme->ram.per_step"] > 0  # the run streams state from the drive

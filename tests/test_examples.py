@@ -20,7 +20,7 @@ PROGRAM = "import sys; from {package}.main import main; main()"
 
 
 def run_example(name: str, folder: Path, *options: str, command: str = "run") -> subprocess.CompletedProcess[str]:
-    """Run a command on a copy of an example next to its data, so that nothing is written into the repository."""
+    """Run a command on a copy of an example and a link to its data, so that nothing is written to the repository."""
     config = folder / name
     if not config.exists():
         shutil.copy(ROOT / "examples" / name, config)
@@ -72,7 +72,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_guide_configs_train(tmp_path: Path) -> None:
-    """Train with Muon, the best model and samples; with 8-bit moments and averaged weights; and with preferences."""
+    """Train with Muon, best-model selection and samples; with 8-bit moments and averaging; and on preferences."""
     options = [f"-c{tmp_path}/recipes/{name}.toml" for name in ("muon", "best_model")]
     best = run_example(
         "01_tiny.toml", tmp_path, *options, "--max-steps=4", "--set=eval_steps=2", "--set=warmup_steps=1"
@@ -105,7 +105,7 @@ def test_guide_configs_train(tmp_path: Path) -> None:
     check_folder(tmp_path / "outputs/dpo/final")
 
 
-#: Changes for examples whose model is not in the repository: a model and a chat template that are.
+#: Overrides for examples whose model is not in the repository. They select a model and a chat template that are.
 AT_HAND = (
     f"model_name_or_path={ROOT}/examples/quickstart/model",
     "train_from_scratch=true",

@@ -1,4 +1,4 @@
-"""The selection of cases of long test matrices that run without `-m slow`."""
+"""The selection of the cases in long test matrices that run without `-m slow`."""
 
 from __future__ import annotations
 

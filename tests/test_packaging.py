@@ -1,4 +1,4 @@
-"""The files for packaging agree with the project, and the files that they name exist."""
+"""The packaging files agree with the project, and the files that they name exist."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_docker_copies_exist_and_are_not_ignored() -> None:
 
 
 def test_commands_of_the_dockerfile_are_sound() -> None:
-    """The shell syntax, the extras and files in pip's arguments, and the entry point are valid."""
+    """The shell syntax, the entry point, and the extras and files in pip's arguments are valid."""
     for name, words in dockerfile():
         if name != "RUN":
             continue

@@ -24,7 +24,7 @@ def code_blocks(language: str) -> list[str]:
 def test_python_runs(source: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(source, encoding="utf-8")
-    for _ in range(2):  # the second run finds the first one's files
+    for _ in range(2):  # the second run finds the files of the first
         done = subprocess.run(
             [sys.executable, "-W", "error", program.name],
             cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Read this test first. It trains a tiny model with two placements and identical results, resumes, and exports."""
+"""Read this test first. It trains a tiny model in two placements with identical results, resumes a run, and exports."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ train = [{{ path = "{QUICKSTART / "loomings.txt"}" }}]
 path = "drive"
 size = "64MiB"
 """
-#: Changes on the command line that put everything on the drive, with RAM for two layers.
+#: Command-line overrides that put everything on the drive, with enough RAM for two layers.
 ON_DRIVE = ("tiers.ram.size=3MiB", *(f"placement.{kind}=nvme" for kind in ("weights", "gradients", "optimizer")))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a Hugging Face folder with 0.3 M random weights, and a config next to it."""
+    """Create a Hugging Face model folder with 0.3 M random weights, and a config next to it."""
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(output: str, *changes: str) -> list[float]:
-    """Run `megatrain-tier run`. Return the losses of all steps, including earlier starts of the same run."""
+    """Run `megatrain-tier run`. Return the losses of all steps, including steps from earlier starts of the same run."""
     words = ["run", "run.toml", *(f"--set={change}" for change in (f"output_dir={output}", *changes))]
     result = CliRunner().invoke(command_group, words)
     assert result.exit_code == 0, result.output
@@ -61,7 +61,7 @@ def test_a_tour(folder: Path) -> None:
     losses = train("in_ram")
     assert len(losses) == 6 and losses[-1] < losses[0]
 
-    # The placement affects only the time of a step.
+    # The placement affects only how long a step takes.
     assert train("on_drive", *ON_DRIVE) == losses
     assert json.loads(Path("on_drive/status.json").read_text())["metrics"]["tier_used_bytes"]["nvme"] > 8 << 20
 

@@ -72,7 +72,7 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
     said = call([program, "run", config, "--max-steps", "2", "--set", "compute_dtype=float32"], tmp_path)
     assert "done   2 steps" in said
     assert (tmp_path / "megatrain-example/outputs/first/final/model.safetensors").is_file()
-    # The report needs a data file of the package.
+    # The report needs a data file from the package.
     page = tmp_path / "page.html"
     call([program, "report", config.parent / "outputs/first", "--html", page], tmp_path)
     assert "<svg" in page.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
 
 
 def without_the_tools(program: Path, config: Path) -> None:
-    """Assert that the installed package trains without ``embed`` and ``extras``, which training does not need."""
+    """Assert that the installed package still trains after ``embed`` and ``extras`` are deleted."""
     (package,) = (program.parent.parent / "lib").glob("python*/site-packages/megatrain")
     for name in ("embed", "extras"):
         shutil.rmtree(package / name)

@@ -1,6 +1,7 @@
-"""Every code block of the pages is executed: Python runs, configs load, commands do what the page says.
+"""Every code block on the pages is executed: Python runs, configs load, and commands do what the page says.
 
-The blocks of a page run from top to bottom in one folder, as for a reader, so each block finds files of earlier blocks.
+The blocks of a page run from top to bottom in one folder, as a reader would run them. Later blocks use files of earlier
+blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NOT_EXECUTED = {
     "docs/quickstart.md": 1,
 }
 
-#: Commands that are parsed with all their options but not executed: the reason, and the test that executes them.
+#: Command that is parsed with all its options but not executed -> the reason, and the test that executes it.
 ONLY_PARSED = {
     "doctor": "measures this machine for a quarter of a minute; tests/cli/test_doctor.py",
     "verify": "trains a model several times; tests/megatrain/extras/test_verify.py",
@@ -46,9 +47,9 @@ ONLY_PARSED = {
 }
 #: Pages whose commands are only parsed here, because another test runs them and compares their output.
 COMPARED_ELSEWHERE = {"docs/sizing.md": "tests/docs/test_sizing.py"}
-#: Steps of the pages' runs -> steps of the small runs that replace them.
+#: Number of steps on a page -> the smaller number that the test runs instead.
 SMALL_STEPS = {"200": "2", "400": "4"}
-#: Placeholder in a synopsis -> its replacement, which exists in the folder of a page.
+#: Placeholder in a synopsis -> its replacement, which exists in the folder where a page's blocks run.
 PLACEHOLDERS = {
     "CONFIG": "run.toml",
     "RUN": "outputs/first",
@@ -56,7 +57,7 @@ PLACEHOLDERS = {
     "FILE|COMMAND...": "ds_config.json",
     "FOLDER": "outputs/first/final",
 }
-#: Pages with code that calls trainers of other packages. Their warnings are ignored.
+#: Pages with code that calls trainers of other packages. Warnings from these trainers are ignored.
 WARNS = (
     "docs/any_module.md",
     "docs/embedding_pytorch.md",
@@ -64,12 +65,12 @@ WARNS = (
     "docs/heads.md",
     "docs/teachers.md",
 )
-#: Pages whose run has a different output folder, and pages that need a finished run before the first block.
+#: Pages whose run has a different output folder -> this folder; and pages that assume a finished run.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_first_run.md": "outputs/lora"}
 WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
 
 MINIMAL = 'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'
-#: The shape of the model that examples/quickstart.toml names; the repository does not have its weights.
+#: Shape of the model in examples/quickstart.toml, because the repository does not include its weights.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -88,7 +89,7 @@ TRACED = "[profile]\ntrace_steps = [3]"
 
 @dataclass
 class Reader:
-    """A reader who follows a page in a folder."""
+    """Simulated reader who follows a page in a folder."""
 
     page: str
     folder: Path
@@ -125,7 +126,7 @@ class Reader:
         if name == "megatrain-tier":
             self.call([self.filled(word) for word in words], command, block)
         elif str(command) in ("git clone REPOSITORY_URL megatrain-tier", "cd megatrain-tier"):
-            return  # the address is not known yet
+            return  # the repository's address is not known yet
         elif name == "make":
             check_target(words[0], block)
         elif name.rsplit("/", 1)[-1] == "pip":
@@ -145,7 +146,7 @@ class Reader:
         return PLACEHOLDERS.get(word, SMALL_STEPS.get(word, word))
 
     def call(self, words: list[str], command: Command, block: Block) -> None:
-        """Run a command in this process. Its exit code must be the one in the comment of the line, or 0."""
+        """Run a command in this process. Its exit code must match the comment on the line, or be 0 without one."""
         if words[0] in ONLY_PARSED or self.page in COMPARED_ELSEWHERE:
             parse(words)
             return
@@ -195,7 +196,7 @@ def check_extras(words: list[str], block: Block) -> None:
 
 
 def check_program(words: list[str], block: Block) -> None:
-    """Assert that a program of the repository exists and has the options; tests/test_benches.py runs the benches."""
+    """Assert that a program of the repository exists and has these options; tests/test_benches.py runs the benches."""
     program = ROOT / words[0]
     assert program.is_file(), f"{block}: {words[0]}"
     text = "".join(path.read_text(encoding="utf-8") for path in {program, ROOT / "bench" / "common.py"})
@@ -210,7 +211,7 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
     run.write_config(out=output_dir, steps=4, more=drive + TRACED)
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
     (folder / "ds_config.json").write_text(json.dumps(batch))
-    shared = {"model_name_or_path": "a/b", "learning_rate": 1e-5, "bf16": True, "output_dir": "o"}  # JSON is also YAML
+    shared = {"model_name_or_path": "a/b", "learning_rate": 1e-5, "bf16": True, "output_dir": "o"}  # JSON is valid YAML
     (folder / "sft.yaml").write_text(json.dumps({**shared, "dataset_name": "c/d", "max_length": 128}))
     (folder / "my_sft.yaml").write_text(json.dumps({**shared, "stage": "sft", "dataset": "e", "cutoff_len": 128}))
     make_chats(folder)
@@ -227,7 +228,7 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
 
 
 def make_chats(folder: Path) -> None:
-    """Write chats, and a tiny model with a chat template in place of the model that a page names."""
+    """Write chats, and a tiny model with a chat template. It replaces the model that a page names."""
     asked, said = {"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Ishmael."}
     (folder / "chats.jsonl").write_text((json.dumps({"messages": [asked, said]}) + "\n") * 9)
     model = folder / "models/Qwen3-8B"

@@ -76,7 +76,7 @@ def test_the_life_of_a_layer_names_code_of_the_engine() -> None:
 
 
 def test_pages_are_linked_not_named() -> None:
-    """Wherever a page mentions another page, a reader of the site can follow a link."""
+    """If a page mentions another page, the mention is a link that a reader can follow."""
     named = [
         f"{name}: {page}"
         for name in NAMES
@@ -93,7 +93,7 @@ _STATUS = re.compile(
 
 
 def test_every_decision_has_a_status_and_is_in_the_list() -> None:
-    """The third line of a decision is its status, which the list repeats. Decisions that have ended are in archive/."""
+    """The third line of a decision states its status, which the list repeats. Ended decisions are in archive/."""
     folder = ROOT / "docs/decisions"
     text = (folder / "README.md").read_text(encoding="utf-8")
     for path in sorted(folder.rglob("0*.md")):
@@ -127,7 +127,7 @@ def test_pictures_match_their_source_text() -> None:
 
 
 def test_the_site_needs_no_tests() -> None:
-    """The site is also built from an sdist, so a link to a test becomes plain text; every other link stays."""
+    """The site is also built from an sdist, which lacks tests. Links to tests become plain text, and others stay."""
     pytest.importorskip("mkdocs")
     hook = module_of("site_hook")
     seen = 0

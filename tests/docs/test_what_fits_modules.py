@@ -1,4 +1,4 @@
-"""The table that docs/what_fits_modules.py makes is on the page, and its sizes match a store."""
+"""The table that docs/what_fits_modules.py generates is on the page, and its sizes match a real store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("diffusers")
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    """Return the module that makes the table."""
+    """Return the module that generates the table."""
     spec = importlib.util.spec_from_file_location("what_fits_modules", ROOT / "docs" / "what_fits_modules.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,7 +49,7 @@ def test_counted_bytes_match_a_store(lora: bool, program: ModuleType, tmp_path: 
         megatrain.offload(model, store)
         megatrain.TieredAdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, max_grad_norm=1.0)
         stats = store.stats().tiers
-        assert sum(spec.nbytes for spec in store.blocks()) == pytest.approx(needs.stored, rel=0.01)  # padding
+        assert sum(spec.nbytes for spec in store.blocks()) == pytest.approx(needs.stored, rel=0.01)  # due to padding
         in_ram, on_drive = needs.on(ram, 64 * MiB)
         rounding = 4 * KiB * len(needs.blocks) * (1 + program.KEPT)  # of slot sizes
         assert on_drive and in_ram == pytest.approx(stats["ram"].home_bytes, abs=rounding)

@@ -1,4 +1,4 @@
-"""Compares examples/python/diffusion.py with the same program without the lines that use megatrain."""
+"""Compares examples/python/diffusion.py with a copy that lacks the lines that use megatrain."""
 
 from __future__ import annotations
 

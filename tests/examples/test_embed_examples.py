@@ -1,4 +1,4 @@
-"""The programs in examples/python have the losses of the plain programs, with less RAM than the plain ones need."""
+"""The programs in examples/python match the losses of the same programs without megatrain, and need less RAM."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from processes import embed_examples, warm
 ROOT = Path(__file__).parents[2]
 #: Relative loss difference after 8 updates. torch's fp32 kernels and this project's kernels round differently.
 TOLERANCE = 1e-5
-#: Bytes per parameter that the plain program holds in memory for the data that the example keeps in the store.
+#: Bytes per parameter that the plain program holds in memory for data that the example keeps in the store.
 STATE_BYTES = {"pytorch_optimizer": 8, "pytorch_offload": 16, "lightning_offload": 16}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Results that one example printed, and weights that it saved, by run."""
+    """Results that one example printed and weights that it saved, by name of the run."""
 
     by_name: dict[str, dict[str, Any]]
     weights: dict[str, dict[str, torch.Tensor]]
@@ -39,7 +39,7 @@ class Runs:
 
 @functools.cache
 def runs_of(name: str) -> Runs:
-    """Run every variant of an example. The resumed run has a separate process, without memory of the stopped run."""
+    """Run every variant of an example. A separate process resumes the stopped run, so it can only use saved state."""
     with tempfile.TemporaryDirectory() as folder:
         lines = start(name, folder, "plain", "in_ram", "unbroken", "stopped") + start(name, folder, "resumed")
         weights = {which: saved_weights(Path(folder, which)) for which in ("plain", "in_ram", "unbroken", "broken")}

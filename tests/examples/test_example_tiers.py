@@ -1,4 +1,4 @@
-"""The tiers in examples/extend pass the test suites for tiers. Like a user's tier, they are outside the packages."""
+"""The tiers in examples/extend pass the test suites for tiers. Like users' tiers, they are not in the packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/python/fsdp2.py on two gloo ranks has the losses of the plain program, even if stopped and resumed."""
+"""On two gloo ranks, examples/python/fsdp2.py matches the losses of the plain program, even when resumed."""
 
 from __future__ import annotations
 

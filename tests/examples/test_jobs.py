@@ -1,4 +1,4 @@
-"""Scheduler files: the batch script requeues an interrupted run, and the others are well formed."""
+"""Scheduler files: the Slurm script requeues an interrupted run, and the other files are well formed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/python/kv_cache.py stays within its RAM, gives bit-identical logits, and is short."""
+"""examples/python/kv_cache.py stays within its RAM budget, produces bit-identical logits, and is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the object tier with an S3 server on this machine. Needs s3fs and moto."""
+"""Tests the object tier with a local S3 server. Needs s3fs and moto."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("moto", reason="pip install s3fs moto flask flask-cors py-pa
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, Any]]:
-    """Start an S3 server on this machine, with a bucket; yield the fsspec options to reach it."""
+    """Start a local S3 server and create a bucket. Yield the fsspec options to connect to the server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,7 +59,7 @@ class ObjectsInS3(Objects):
         self.storage_options = s3
 
 
-@pytest.mark.filterwarnings("default")  # the libraries warn
+@pytest.mark.filterwarnings("default")  # ignore warnings of the libraries
 class TestObjectsInS3(ObjectsInS3, TierSuite): ...
 
 

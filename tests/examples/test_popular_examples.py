@@ -1,4 +1,4 @@
-"""The comment in each example for a popular model matches its plans for three machines, made from its config.json."""
+"""The comment in each example for a popular model matches plans of the example for three machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = ROOT / "examples" / "recipes"
 MACHINES = {"card_24gb": "rtx4090-128gb", "card_80gb": "h100-512gb", "cpu_server": "cpu-server-512gb"}
 #: Recipes that tests/test_examples.py merges into 01_tiny.toml and runs.
 OVERLAYS = ("average", "best_model", "muon", "small_states")
-#: Example -> folder of its config.json in examples/models.
+#: Example -> folder in examples/models with the model's config.json.
 MODELS = {
     "smollm3_3b": "SmolLM3-3B",
     "mistral_7b": "Mistral-7B-v0.3",
@@ -35,7 +35,7 @@ MODELS = {
     "qwen3_32b": "Qwen3-32B",
     "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
 }
-#: Environment variable. If it is set, the tests rewrite the comments instead of comparing them.
+#: Name of an environment variable. If it is set, the tests rewrite the comments instead of comparing them.
 REWRITE = "REWRITE_EXAMPLES"
 
 

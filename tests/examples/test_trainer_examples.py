@@ -1,4 +1,4 @@
-"""Compares the examples for the trainers of Hugging Face and TRL with the same programs without the added lines."""
+"""Compares the examples for Hugging Face and TRL trainers with copies that lack the added lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MARK = "# megatrain"
 MOST_LINES = 5
 STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
-#: Relative difference of losses and norms in fp32. torch's AdamW fuses products and sums; this project rounds each.
+#: Relative difference of losses and norms in fp32. torch's AdamW fuses multiplies and adds; this project rounds both.
 TOLERANCE = 2e-5
 NAMES = (
     "hf_trainer",

@@ -1,4 +1,4 @@
-"""Plants random mistakes, and shows which of them the tests catch (`make mutants-record`, `make mutants-sample`).
+"""Plants random mistakes, and shows which ones the tests catch (`make mutants-record`, `make mutants-sample`).
 
     python -m mutants.campaign record --seeds 7 8 9        # run the CI suite once, with probes at the drawn mistakes
     python -m mutants.campaign sample --seed 7             # plant the mistakes of a seed
@@ -40,12 +40,12 @@ from mutants.recording import ROOT, Place, Probes, Record, probes_of
 
 PACKAGES = ("tiered", "megatrain", "cli")
 FOLDER = ROOT / "temp" / "mutants"
-#: Mistakes that no CI test executes do not count, so more mistakes are drawn than will be planted.
+#: A mistake in code that no CI test executes does not count, so more mistakes are drawn than will be planted.
 DRAWN_PER_COUNTED = 2
 #: File with one row for each survivor that has a verdict.
 VERDICTS = Path(__file__).with_name("verdicts.jsonl")
 LIBRARIES = ("numba", "torch", "transformers", "transformers.trainer", "pydantic", "rich.table")
-#: Number of tests that run before the others are collected, because collecting all of them takes half a minute.
+#: Number of tests that run before pytest collects the others, because collecting all of them takes half a minute.
 NUM_NEAREST = 40
 #: A test that hangs counts as failed.
 TEST_TIMEOUT_S = 120
@@ -89,7 +89,7 @@ class Chosen:
 
 
 def record(arguments: argparse.Namespace) -> int:
-    """Draw the samples, then run the CI suite once to learn which tests reach their mistakes."""
+    """Draw the samples, then run the CI suite once to learn which tests reach the drawn mistakes."""
     folder = FOLDER / "record"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -147,7 +147,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def draw(seed: int, count: int) -> list[Drawn]:
-    """Draw each mistake in three steps: a line with possible mistakes, then an operator, then one of its mistakes."""
+    """Draw mistakes. For each, draw a line first, then an operator that applies there, then one of its mistakes."""
     rng = random.Random(seed)
     listed = ["git", "ls-files", "--", *(f"{package}/*.py" for package in PACKAGES)]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -170,7 +170,7 @@ def draw(seed: int, count: int) -> list[Drawn]:
 
 
 def _with_tests(drawn: Drawn, recorded: Record) -> Chosen:
-    """Add the tests of a mistake: tests of its statement, tests of its function, then others in the same files."""
+    """Choose and order a mistake's tests: tests of its statement, of its function, and others in the same files."""
 
     def reached(places: Sequence[Place]) -> set[str]:
         return set().union(*(recorded.tests.get((drawn.mistake.path, place), frozenset()) for place in places))
@@ -326,7 +326,7 @@ class _Watch:
 
 
 def package_of(path: str) -> str:
-    """Return the package to which a file's mistakes count: a package inside `megatrain`, or a top-level package."""
+    """Return the package that a file's mistakes are counted under: a package inside `megatrain`, or a top-level one."""
     parts = Path(path).with_suffix("").parts
     return "/".join(parts[:2]) if parts[0] == "megatrain" and len(parts) > 2 else parts[0]
 
@@ -378,7 +378,7 @@ def _summarize(chosen: Sequence[Chosen], results: Sequence[Result], minutes: flo
 
 
 def main() -> int:
-    """Parse the command line and run it."""
+    """Parse the command line, and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     drawing = commands.add_parser("record")

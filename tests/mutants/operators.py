@@ -72,7 +72,7 @@ class Mistake:
         return text[: self.start] + self.replacement + text[self.end :]
 
     def is_valid(self, text: str) -> bool:
-        """Return whether the mistake changes the syntax tree, and the file can still be parsed."""
+        """Return whether the mistake changes the syntax tree but leaves the file valid Python."""
         try:
             return ast.dump(ast.parse(self.applied(text))) != ast.dump(ast.parse(text))
         except SyntaxError:
@@ -85,7 +85,7 @@ class Mistake:
 
 
 def mistakes_in(path: str, text: str) -> list[Mistake]:
-    """Return every mistake that the operators can make in a file, by position.
+    """Return every mistake that the operators can make in a file, sorted by position.
 
     A few mistakes are not valid Python. `Mistake.is_valid` detects them.
     """
@@ -99,7 +99,7 @@ class _Finder(ast.NodeVisitor):
         self.found: list[Mistake] = []
         self._path, self._text = path, text
         lines = text.encode().splitlines(keepends=True)
-        #: Byte offset of each line; `col_offset` counts bytes.
+        #: Byte offset of each line, because `col_offset` counts bytes.
         self._line_starts = [0, *itertools.accumulate(len(line) for line in lines)]
         self._is_ascii = text.isascii()
         self._bytes = text.encode()
@@ -312,7 +312,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _string_keys(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the string constants that are used as keys, in subscripts and in calls of `get`."""
+    """Yield the string constants that are used as keys, in subscripts and in calls to `get`."""
     for node in ast.walk(tree):
         keys: Sequence[ast.expr] = ()
         if isinstance(node, ast.Subscript):

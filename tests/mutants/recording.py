@@ -1,11 +1,11 @@
-"""Records which tests execute the statements in which mistakes will be planted, also in subprocesses of tests.
+"""Records which tests execute the statements where mistakes will be planted, including in subprocesses of tests.
 
 A probe is a call before the statement of a mistake or at the start of a function; `probes_of` chooses the locations.
 Probes are inserted while an interpreter compiles a file, so files and line numbers do not change. The first time that a
 test reaches a probe in a process, the probe immediately appends a line `hit NUMBER TEST` to a file. A killed process
 therefore loses no lines. As a pytest plugin, the module also appends `took SECONDS TEST` for each phase of a test.
 
-PYTEST_DONT_REWRITE, because the interpreter imports this module when it starts, before pytest could rewrite it. The
+PYTEST_DONT_REWRITE is set, because the interpreter imports this module at startup, before pytest could rewrite it. The
 module does not import pytest, because a test checks that programs run without it.
 """
 
@@ -29,7 +29,7 @@ PROBES, HITS = "probes.json", "hits"
 _CALL = "__mutants_hit__"
 #: Environment variables. PYTEST_CURRENT_TEST is not used, because a pytest run inside a test replaces it.
 _FOLDER, _TEST = "MUTANTS_RECORD", "MUTANTS_TEST"
-#: Tests of failing drives replace these functions of `os`.
+#: The original functions. Tests of failing drives replace them in `os`.
 _open, _write, _close = os.open, os.write, os.close
 _seen: set[tuple[int, str]] = set()
 
@@ -65,9 +65,9 @@ class Record:
 
 
 def probes_of(tree: ast.AST, line: int) -> Probes | None:
-    """Return the probes for a mistake on a line. Return None if numba compiles the function, which cannot call them."""
+    """Return the probes for a mistake on a line, or None in a function that numba compiles: it cannot call probes."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    around = [node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)]  # not its defaults
+    around = [node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)]  # excludes defaults
     if any("njit" in ast.unparse(decorator) for node in around for decorator in node.decorator_list):
         return None
     if not around:
@@ -139,7 +139,7 @@ class _Inserter(ast.NodeTransformer):
 
 
 def _append(path: str, line: str) -> None:
-    """Append a short line. Lines from several processes do not mix. Ignore errors: a test may limit file sizes."""
+    """Append a short line in one write, so processes do not mix lines. Ignore errors: tests may limit file sizes."""
     file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with suppress(OSError):
         _write(file, line.encode())
@@ -158,12 +158,12 @@ def pytest_runtest_logfinish() -> None:
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Record how long a phase of a test took, in the process that ran the test."""
-    if not hasattr(report, "node"):  # which only the controller of pytest-xdist adds
+    if not hasattr(report, "node"):  # only the controller of pytest-xdist adds `node`
         _append(str(Path(os.environ[_FOLDER], HITS)), f"took {report.duration:.3f} {report.nodeid}\n")
 
 
 def read(folder: Path) -> Record:
-    """Return the record that a test run has written to a folder."""
+    """Return the record that a test run wrote to a folder."""
     probes = [(file, (line, column)) for file, line, column in json.loads((folder / PROBES).read_text())]
     tests: dict[tuple[str, Place], set[str]] = defaultdict(set)
     duration_s: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The operators that plant mistakes, compared with expected mistakes that are written by hand."""
+"""The operators that plant mistakes, compared with handwritten expected mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mutants.operators import mistakes_in
 
 
 def changed(source: str) -> dict[str, set[str]]:
-    """Return all versions of a source with one mistake, by operator."""
+    """Return every version of a source text with one mistake, by operator."""
     found: dict[str, set[str]] = {}
     for mistake in mistakes_in("file.py", source):
         if mistake.is_valid(source):

@@ -42,7 +42,7 @@ class Value:
     ("line", "expected"),
     [
         (1, Probes(None, ((5, 4), (14, 4), (20, 8)))),
-        (3, Probes(None, ((5, 4), (14, 4), (20, 8)))),  # an import evaluates defaults
+        (3, Probes(None, ((5, 4), (14, 4), (20, 8)))),  # an import evaluates a function's defaults
         (5, Probes((5, 4), ((5, 4),))),
         (7, Probes((6, 8), ((5, 4),))),
         (8, Probes((8, 4), ((5, 4),))),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-#: Packages in the versions of the GPU machine. Their other dependencies are already installed, or not needed.
+#: Packages, in the same versions as on the GPU machine. All other dependencies are already installed, or not needed.
 PACKAGES = {
     "site": ("torch==2.11.0", "triton==3.6.0"),
     "libraries": (
@@ -31,8 +31,8 @@ PACKAGES = {
     "headers": ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"),
 }
 LEFT_OUT = ("torch/include/", "torch/share/")
-#: Stub libraries. Symbols in `VERSIONED` have the library's name as version. `PLAIN` contains the other libraries:
-#: name -> (first letters of its symbols, version of its symbols or "").
+#: Stub libraries. In each library of `VERSIONED`, the symbol version is the name of the library. `PLAIN` contains the
+#: other libraries: name -> (first letters of its symbols, version of its symbols or "").
 VERSIONED = (
     "libcublas.so.13",
     "libcublasLt.so.13",
@@ -51,7 +51,7 @@ PLAIN = {
     "libcurand.so.10": ("curand", ""),
 }
 RUNTIME = "libcudart.so.13"
-#: Functions that do more than return 0.
+#: Sources of stub functions that do more than return 0.
 BODIES = {
     "cublasCreate_v2": "int cublasCreate_v2(void **handle) { static int any; *handle = &any; return 0; }",
     "cublasLtCreate": "int cublasLtCreate(void **handle) { static int any; *handle = &any; return 0; }",
@@ -77,7 +77,7 @@ def main() -> None:
         "HF_HUB_OFFLINE": 1,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED": 1,  # attention of the empty cuDNN, the default on Hopper, would crash
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": 1,  # attention in the stub of cuDNN, the default on Hopper, would crash
         "NULL_COPY_BYTES": 600_000,
     }
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
@@ -137,7 +137,7 @@ def stub(folder: Path) -> None:
 
 
 def symbols(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
-    """Return the symbols that torch's libraries need: by CUDA library, and those without a library's version."""
+    """Return the undefined symbols of torch's libraries: by the CUDA library in their version, and all others."""
     wanted: dict[str, set[str]] = {}
     others: set[str] = set()
     for library in folder.glob("*.so*"):

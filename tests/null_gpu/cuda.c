@@ -1,4 +1,4 @@
-// Stands for libcuda: what torch, its allocator and Triton call of the driver. Its state is libcudart's, see null.h.
+// Stub of libcuda: the functions that torch, its allocator and Triton call. Its state is in the stub of libcudart.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <dlfcn.h>
@@ -110,7 +110,7 @@ CUresult cuMemSetAccess(CUdeviceptr at, size_t nbytes, const CUmemAccessDesc *wh
     return mprotect((void *)at, nbytes, PROT_READ | PROT_WRITE) ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
 }
 
-// What is touched after it was given back ends the process.
+// Makes the memory inaccessible, so that a later access crashes the process.
 CUresult cuMemUnmap(CUdeviceptr at, size_t nbytes) {
     madvise((void *)at, nbytes, MADV_DONTNEED);
     mprotect((void *)at, nbytes, PROT_NONE);

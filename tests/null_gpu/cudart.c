@@ -1,8 +1,8 @@
-// Stands for libcudart: memory is host memory that is touched only by copies, kernels do nothing, and all is done at once.
+// Stub of libcudart: device memory is host memory that only copies and fills touch. Kernels do nothing. Work ends at once.
 //
-// Environment: NULL_GPU_COUNT devices (1) of NULL_GPU_BYTES each (those of an H200); copies and fills of at most
-// NULL_COPY_BYTES are made (64 MiB); NULL_REUSE: what cudaFree gives back is filled with NaNs and handed to the next
-// cudaMalloc that it fits; NULL_VERBOSE: counts at the end of the process.
+// Environment: NULL_GPU_COUNT: number of devices (default: 1). NULL_GPU_BYTES: memory of each (default: of an H200).
+// NULL_COPY_BYTES: size above which copies and fills are skipped (default: 64 MiB). NULL_REUSE: cudaFree fills smaller
+// memory with NaNs, and cudaMalloc of the same size reuses it. NULL_VERBOSE: print counts at the end of the process.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -25,7 +25,7 @@ static size_t number_of(const char *name, size_t otherwise) {
 
 // -- devices ----------------------------------------------------------------------------------------------------------
 
-struct null_state null_counts; // counts come first: `steps.py` reads them
+struct null_state null_counts; // `counts` must be the first member, because `steps.py` reads it
 #define state null_counts
 static int buses[MOST_DEVICES], num_devices = -1;
 static __thread int current;
@@ -33,7 +33,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 struct null_state *null_state(void) { return &state; }
 
-// As the driver: CUDA_VISIBLE_DEVICES is read at the first question, whatever it is, and never again.
+// Like the real driver, this reads CUDA_VISIBLE_DEVICES at the first call of any kind, and never again.
 int null_num_devices(void) {
     pthread_mutex_lock(&lock);
     if (num_devices < 0) {
@@ -92,20 +92,20 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
 
 int null_attribute(int attribute) {
     switch (attribute) {
-        case 1: return 1024;             // threads of a block
-        case 5: return 2147483647;       // blocks, x
+        case 1: return 1024;             // threads per block
+        case 5: return 2147483647;       // grid size, x
         case 6: case 7: return 65535;    // y, z
-        case 8: return 49152;            // shared memory of a block
-        case 10: return 32;              // threads of a warp
+        case 8: return 49152;            // shared memory per block
+        case 10: return 32;              // threads per warp
         case 12: case 82: return 65536;  // registers
         case 16: return 132;             // multiprocessors
         case 38: return 62914560;        // L2
-        case 39: return 2048;            // threads of a multiprocessor
+        case 39: return 2048;            // threads per multiprocessor
         case 75: return 9;               // compute capability
         case 76: case 100: return 0;     // 100: uses the host's page tables
-        case 81: return 233472;          // shared memory of a multiprocessor
-        case 97: return 232448;          // of a block that asks for it
-        case 106: return 32;             // blocks of a multiprocessor
+        case 81: return 233472;          // shared memory per multiprocessor
+        case 97: return 232448;          // per block that opts in
+        case 106: return 32;             // blocks per multiprocessor
         case 128: return 0;              // multicast
         default: return 1;
     }
@@ -193,7 +193,7 @@ static void *freed_that_fits(size_t nbytes, int device) {
 }
 
 cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
-    size_t taken = state.used[current] + 700000000ull;  // with the context, kernels and workspaces of libraries
+    size_t taken = state.used[current] + 700000000ull;  // includes the context, kernels and library workspaces
     *total = null_total();
     if (*total < 4000000000ull) taken = state.used[current];
     *unused = taken < *total ? *total - taken : 0;

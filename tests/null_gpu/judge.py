@@ -2,9 +2,9 @@
 
     . temp/null_gpu/env.sh; pytest -p null_gpu.judge -m gpu tests/gpu
 
-Kernels do nothing on the null GPU, so their results are wrong, and a test continues after a failed assertion about such
-a number. Exceptions count. Assertions in the packages also count, and so do assertions in tests about exit codes,
-bytes, waits or calls.
+Kernels do nothing on the null GPU, so computed numbers are wrong. A test continues after a failed assertion about such
+a number. Failed assertions in the packages still fail the test. So do failed assertions in tests about exit codes,
+bytes, waits or calls, and exceptions that wrong numbers do not explain.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from _pytest.assertion import rewrite
 
 TESTS = Path(__file__).resolve().parent.parent
-#: Test suites that are part of `tiered`, for authors of tiers.
+#: Test suites in `tiered` for authors of tiers.
 SUITES = TESTS.parent / "tiered" / "testing"
-#: Folder of torch's functions that compare two tensors and raise an error if their values differ.
+#: Folder of torch's comparison functions, such as `assert_close`.
 _COMPARES = Path(torch.__file__).parent / "testing"
-#: Test, part of its error message, and reason why wrong numbers always cause this error.
+#: (test, part of its error message, reason why wrong numbers always cause this error).
 KNOWN = (
     (
         "test_whole_runs.py::test_evaluations_continue_rows_as_on_a_cpu",
@@ -40,7 +40,7 @@ KNOWN = (
         "how many elements a sparse tensor has is a number on the device",
     ),
 )
-#: An assertion counts if its source line contains one of these words.
+#: A failed assertion fails the test if its source line contains one of these words.
 JUDGED = re.compile(
     r"returncode|exit_code|Traceback|num_drops|num_calls|\bpeak|\w_bytes\b|allocated|reserved|allocs|as_planned|syncs|waits"
     r"|\bmoved|traffic|links|prefetch_|schedule_misses|gathers_ahead|is_pinned"
@@ -48,7 +48,7 @@ JUDGED = re.compile(
 #: Parts of error messages about impossible numbers, which are normal on the null GPU.
 _NUMBERS = re.compile(r"not finite|\bnan\b|\binf\b|NonFinite|math domain error", re.IGNORECASE)
 REACHED = "only a number is wrong"
-_passed_over: list[str] = []  # assertions of the running test
+_passed_over: list[str] = []  # failed assertions of the running test
 
 
 @contextmanager
@@ -95,12 +95,12 @@ def pytest_load_initial_conftests() -> None:
 
 
 def is_about_numbers(kind: type[BaseException], message: str, frames: Sequence[tuple[str, str]]) -> bool:
-    """Return whether wrong numbers explain an exception of a test, so that it does not count.
+    """Return whether wrong numbers explain an exception in a test. If so, the exception does not count.
 
     Args:
         kind: Type of the exception.
         message: Text of the exception.
-        frames: (file, source line) of each frame, the innermost last.
+        frames: (file, source line) of each frame, innermost last.
     """
     if _NUMBERS.search(f"{kind.__name__}: {message}"):
         return True
@@ -115,14 +115,14 @@ def asserting(frames: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 def known(test: str, message: str) -> str:
-    """Return the reason for an error of a test if the error is in ``KNOWN``, otherwise ""."""
+    """Return the reason for a test's error if the error is in ``KNOWN``, otherwise ""."""
     return next((why for name, part, why in KNOWN if name in test and part in message), "")
 
 
 def faults_of_calls(folder: Path) -> list[str]:
-    """Return the errors in the results of `bench/gpu_fifteen.sh`: failed rows, except losses and times, and log lines.
+    """Return the failed rows, except losses and times, and the failures in the log of `bench/gpu_fifteen.sh`.
 
-    `gpu.py` exits with 1 if any row is not ok. This exit status is ignored, because the rows are checked instead.
+    `gpu.py` exits with 1 if any row is not ok. This exit status is ignored, because its rows are checked instead.
     """
     rows, log = folder / "gpu.jsonl", (folder / "log.txt").read_text(encoding="utf-8")
     found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
@@ -138,7 +138,7 @@ def faults_of_calls(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make gradient norms finite and nonnegative. They come from arbitrary memory, and other norms would end a step."""
+    """Make gradient norms finite and nonnegative. They come from arbitrary memory, so they could abort a step."""
     from megatrain.optim import clip
 
     own = clip._sum_in_order
@@ -152,7 +152,7 @@ def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-    """Report a test as an expected failure if wrong numbers explain its error, or if it passed over an assertion."""
+    """Report a test as an expected failure if wrong numbers explain its error, or if it ignored a failed assertion."""
     report = yield
     if report.when == "call" and report.passed and _passed_over:
         report.outcome, report.wasxfail = "skipped", f"{REACHED}: {'; '.join(dict.fromkeys(_passed_over))}"

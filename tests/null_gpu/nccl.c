@@ -1,4 +1,4 @@
-// Stands for NCCL: ranks form a communicator at once and nothing is sent; each call is a line of NULL_NCCL_LOG.RANK.
+// Stub of NCCL: a communicator exists at once, nothing is sent, and each call adds a line to NULL_NCCL_LOG.RANK.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdio.h>
@@ -7,7 +7,7 @@
 
 typedef struct { char text[128]; } id;
 
-// A line for each call, in a file for each rank: a rank ends without any destructor.
+// Writes a line immediately at each call, to a file for each rank, because a rank ends without calling destructors.
 int null_seen(const char *name) {
     static int file = -2;
     if (file == -2) {

@@ -1,4 +1,4 @@
-"""Prints the planner's predictions for parts of `bench/gpu.py` on the machines that `plan --machine list` lists.
+"""Prints the planner's predictions for parts of `bench/gpu.py` on machines that `plan --machine list` lists.
 
     . temp/null_gpu/env.sh; python tests/null_gpu/predict.py --machines h200-1.5tb,h100-512gb 7b_64k 7b_4k
 

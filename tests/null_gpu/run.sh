@@ -14,7 +14,7 @@ export PYTHON=${PYTHON:-python3}
 # shellcheck source=/dev/null
 . "$null/env.sh"
 
-tests() { # what raises, waits, or asserts something else than a number
+tests() { # failed assertions about computed numbers are ignored
   local what=("$@")
   ((${#what[@]})) || what=(tests/gpu)
   "$PYTHON" -m pytest -p null_gpu.judge -m gpu -q --timeout 1200 -W "ignore:Synchronization debug mode" "${what[@]}"
@@ -24,11 +24,11 @@ kernels() { # machine code of all Triton kernels for eight architectures
   "$PYTHON" -m pytest -q -m slow tests/megatrain/test_gpu_architectures.py
 }
 
-order() { # no report of the stream sanitizer, and reports where buffers order nothing
+order() { # the stream sanitizer reports nothing, and reports errors in the control run
   "$PYTHON" tests/null_gpu/stream_order.py && "$PYTHON" tests/null_gpu/stream_order.py --control
 }
 
-probe() { # on a GPU of 80 GiB
+probe() { # on a GPU with 80 GiB
   local out status=0
   out=$(mktemp -d)
   NULL_GPU_BYTES=85520809984 bash bench/gpu_fifteen.sh --quick probe "$out" || status=1
@@ -39,7 +39,7 @@ probe() { # on a GPU of 80 GiB
 
 steps() { "$PYTHON" tests/null_gpu/steps.py "$@"; }
 
-ranks() { # two ranks, each on a GPU of its own; then two that see the same one, which is refused
+ranks() { # two ranks on separate GPUs; then two ranks on the same GPU, which is refused
   local folder each status=0
   folder=$(mktemp -d)
   "$PYTHON" - "$folder" <<'EOF' || return
@@ -57,7 +57,7 @@ EOF
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   NULL_GPU_COUNT=2 NULL_NCCL_LOG=$folder/nccl "${run[@]}" || status=1
   for each in 0 1; do echo "rank $each:" "$(sort "$folder/nccl.$each" | uniq -c | xargs)"; done
-  cmp <(grep -v UniqueId "$folder/nccl.0") "$folder/nccl.1" || status=1 # rank 0 makes the name of the group
+  cmp <(grep -v UniqueId "$folder/nccl.0") "$folder/nccl.1" || status=1 # only rank 0 creates the id of the group
   if NULL_GPU_COUNT=2 CUDA_VISIBLE_DEVICES=1 "${run[@]}" 2>"$folder/refused"; then status=1; fi
   grep "the same GPU" "$folder/refused" || { cat "$folder/refused"; status=1; }
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
@@ -65,12 +65,12 @@ EOF
   return "$status"
 }
 
-calls() { # those of the first fifteen minutes, at a tiny size, on an H200 and an H100
+calls() { # the calls of gpu_fifteen.sh, at a tiny size, on an H200 and an H100
   local status=0 out each gpu_bytes
   out=$(mktemp -d)
   (($#)) || set -- a b
   for gpu_bytes in 150754820096 85520809984; do
-    for each in "$@"; do # their exit status depends on losses, which are 0
+    for each in "$@"; do # ignore the exit status, which depends on losses
       NULL_GPU_BYTES=$gpu_bytes CALL_S=1800 bash bench/gpu_fifteen.sh --quick "$each" "$out" tests/fakes/stand_in_megatrain
     done
   done

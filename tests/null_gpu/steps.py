@@ -2,7 +2,7 @@
 
     . temp/null_gpu/env.sh; python tests/null_gpu/steps.py 7b_4k@h200 7b_64k@h100 --json --out rows.jsonl
 
-If a name has no GPU after @, the part runs on an H200. The RAM tier has 110 GiB, as in `bench/gpu_fifteen.sh`. Host
+A part without a GPU after @ runs on an H200. The RAM tier has 110 GiB, as in `bench/gpu_fifteen.sh`. Host
 seconds, launches, leases and bytes are real; results of kernels and GPU seconds are not. Weights are not loaded, and
 AdamW on the host is skipped. The RAM tier therefore fits into any machine, because its pages are never touched.
 """
@@ -47,12 +47,12 @@ DEFAULT = (
     *("7b_64k@h200", "7b_4k@h200", "14b@h200", "long_32k@h200"),
     *("7b_64k@h100", "7b_4k@h100", "7b_16k@rtx4090", "7b_4k@rtx4090"),
 )
-#: Total and free RAM that the script pretends to have, and size of the RAM tier.
+#: Total and free RAM that the script pretends the machine has, and size of the RAM tier.
 RAM_BYTES, FREE_RAM_BYTES, RAM_TIER = 134_000_000_000, 130_000_000_000, "110GiB"
 #: Allocations on the GPU may exceed the plan by this much, for libraries and the allocator's rounding.
 LIBRARIES_BYTES = 256 << 20
-#: Indices of counters in the stub of libcudart: kernel launches, launches through the driver (by Triton), and waits for
-#: a stream or an event.
+#: Indices of counters in the stub of libcudart: launches through the runtime, launches through the driver (by Triton),
+#: and waits for a stream or an event.
 LAUNCHES, DRIVER_LAUNCHES, SYNCS = 0, 3, 6
 
 
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 class Phases:
-    """Counts the main thread's CPU seconds, the launches and the leases in each phase of a step."""
+    """Counter of the main thread's CPU seconds, launches and leases in each phase of a step."""
 
     def __init__(self, counts: Any, leases: list[int]) -> None:
         self._counts, self._leases = counts, leases
@@ -108,7 +108,7 @@ class Phases:
         return time.thread_time(), self._counts[LAUNCHES] + self._counts[DRIVER_LAUNCHES], self._leases[0]
 
     def on_op(self, op: Any) -> None:
-        """Finish the counts of the last op. ``op`` is the op that begins, or None at the end of a step."""
+        """Add the counts of the op that ends. ``op`` is the op that begins, or None at the end of a step."""
         now = self.now()
         if self._op is not None:
             phase, before = self._op
@@ -119,7 +119,7 @@ class Phases:
 
 
 class Steps:
-    """Plans one part, runs its steps, and reports rows."""
+    """Runner that plans one part, runs its steps, and reports rows."""
 
     def __init__(
         self, name: str, part: Part, report: Report, launches_per_s: float | None = None, *, quick: bool
@@ -208,7 +208,7 @@ class Steps:
 
 
 def _leave_out_what_takes_memory() -> None:
-    """Replace all code that would touch the pages of tiers, because the tiers can be larger than the machine's RAM."""
+    """Replace code that would touch the tiers' pages, and fake the RAM size. Tiers can be larger than the real RAM."""
     memory = psutil.virtual_memory()
     lent = memory._replace(total=RAM_BYTES, available=FREE_RAM_BYTES)
 

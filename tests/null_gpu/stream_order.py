@@ -29,7 +29,7 @@ NUM_PRINTED = 12
 
 
 class Accesses(_sanitizer.ArgumentHandler):
-    """The data pointers that an operator reads and writes. Fake tensors, which plans use, have none."""
+    """Data pointers that an operator reads and writes. Fake tensors, which plans use, have no data pointers."""
 
     def _handle_argument(self, value: Any, *arguments: Any, **options: Any) -> None:
         if not isinstance(value, FakeTensor):
@@ -37,11 +37,11 @@ class Accesses(_sanitizer.ArgumentHandler):
 
 
 class StreamOrder(_sanitizer.CUDASanitizerDispatchMode):
-    """Sanitizer for all threads. It counts reports, instead of raising an error at the first one.
+    """Sanitizer for all threads. It counts reports instead of raising an error at the first report.
 
     Attributes:
         num_calls: Number of operators that accessed device memory, by kind of thread.
-        reports: Number of reports by pair of operators that access the same memory on unordered streams.
+        reports: Number of reports, by pair of operators that access the same memory on unordered streams.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def main() -> int:
     sys.argv[1:] = []  # one_step parses the remaining arguments
     with (
         mock.patch.object(threading.Thread, "run", run_watched),
-        # All work on the null GPU ends immediately, so no code would ever wait for an event.
+        # Work on the null GPU ends immediately. If events reported this, no code would wait for them.
         mock.patch.object(torch.cuda.Event, "query", return_value=False),
         mock.patch.object(DeviceBuffer, "order_before") if arguments.control else nullcontext(),
         order,

@@ -30,14 +30,14 @@ def all_rows() -> tuple[dict[str, str], ...]:
 
 
 def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
-    """Generate the rows. This takes a few CPU seconds.
+    """Generate the rows of the array. This takes a few CPU seconds.
 
     Args:
         kept: Rows to keep, unless they are excluded or redundant.
     """
     import covertable
 
-    plainest = {name: levels[0] for name, levels in FACTORS.items()}  # for rows from before a factor existed
+    plainest = {name: levels[0] for name, levels in FACTORS.items()}  # fills in factors that are newer than a row
     presets = [{**plainest, **row} for row in kept]
     constraints: list[dict[str, Any]] = []
     for each in EXCLUSIONS:
@@ -53,7 +53,7 @@ def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
 
 
 def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows without redundant rows, whose pairs are all in other rows."""
+    """Return the rows without redundant ones. A row is redundant if all its pairs are in other rows."""
     times = Counter(pair for row in rows for pair in pairs_of(row))
     left = []
     for row in rows:
@@ -83,7 +83,7 @@ def pairs_of(row: Row) -> set[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def chosen(seed: str) -> Sequence[dict[str, str]]:
-    """Return the rows of a day: a random selection, and additional rows for levels that it lacks."""
+    """Return the rows of a day: a random selection, plus rows for the levels that the selection lacks."""
     drawn = [row for row in all_rows() if not is_long(row)]
     random.Random(seed).shuffle(drawn)
     found = drawn[: -(-len(drawn) // SHARE)]

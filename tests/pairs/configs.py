@@ -17,9 +17,9 @@ WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2hosts": (2, 2)}
 #: Size of a tier in which everything fits, and a size that ``runs`` enlarges to the planned minimum.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")
-#: Folder of the object tier, next to the config, and size of the drive between RAM and the object tier.
+#: Folder of the object tier (next to the config), and size of the drive between RAM and the object tier.
 OBJECTS_FOLDER, OBJECTS_DRIVE = "objects", "2MiB"
-#: Steps at which the config sets the stream's weight again. Before such a step, no rows are drawn for later steps.
+#: Steps at which the config sets the stream's weight again. Each of these steps begins with a new window.
 WINDOW_STARTS = (2, 4)
 LAYER_DECAY = 0.5
 _KINDS = ("weights", "gradients", "optimizer", "activations")
@@ -45,9 +45,9 @@ Config = dict[str, Any]
 
 
 def plain_of(row: Row) -> dict[str, str]:
-    """Return the plain row that must have bit-identical results: one process, one memory, full recompute, unsaved.
+    """Return the plain row that must have bit-identical results: one process, one memory, full recompute, not saved.
 
-    The cut of the model stays, because it determines the order of sums.
+    The cut of the model is unchanged, because it determines the order of sums.
     """
     size, _ = WORLDS[row["ranks"]]
     lanes = f"{size}lanes" if row["lanes"] == "open" and size > 1 else row["lanes"]
@@ -83,7 +83,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
             "gradient_accumulation_steps": NUM_MICRO_BATCHES,
             "max_steps": NUM_STEPS,
         },
-        # The first step changes no weights, so the first two losses use the initial weights.
+        # The learning rate of the first step is 0, so the first two losses use the initial weights.
         "optimizer": {
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
@@ -143,7 +143,7 @@ def _cut(config: Config, row: Row) -> None:
 def _place(config: Config, row: Row, folder: Path) -> None:
     tiers, where = config["tiers"], row["placement"]
     if where in ("least", "drive", "objects", *ON_A_GPU):
-        # With several hosts, the same path leads to a different drive for the processes of each host.
+        # With several hosts, the same path leads to a different drive on each host.
         own = Path("/proc/self/cwd") if WORLDS[row["ranks"]][1] > 1 else folder
         tiers["nvme"] = [{"path": str(own / "drive"), "size": "200MiB"}]
     if where in ("least", "objects"):
@@ -178,7 +178,7 @@ def _evaluate(config: Config, row: Row, held_out: Path) -> None:
 
 
 def all_in_place(config: Config) -> Config:
-    """Return a config with all blocks in the memory of the device, full recompute and no prefetch."""
+    """Return a copy of a config with all blocks in the device's memory, full recompute and no prefetch."""
     tiers = {"ram": {"size": AMPLE}} | ({"gpu": {"size": AMPLE}} if config["device"] == "cuda" else {})
     kept = {name: value for name, value in config.items() if name != "placement"}
     training = {**config["training"], "recompute": "full"}

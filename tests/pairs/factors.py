@@ -1,4 +1,4 @@
-"""Factors, their levels, and the pairs of levels that are refused or impossible."""
+"""Factors, their levels, and the combinations of levels that are refused or impossible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 
-#: Levels of each factor, the plainest level first. Test names consist of these words.
+#: Levels of each factor, the plainest first. Test names consist of these words.
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": ("llama", "qwen3_moe", "gpt_oss", "zamba2", "qwen2_5_vl", "gpt2"),
     "task": ("pretrain", "sft", "dpo", "kto", "orpo", "distill", "reward"),
@@ -41,8 +41,8 @@ class Exclusion:
 
     Attributes:
         levels: Incompatible levels, by factor.
-        text: Part of the error message that refuses such a run, or "" if no such run exists; see ``why``.
-        why: Reason why no such run exists, if there is no text.
+        text: Part of the error message that refuses such a run, or "" if no such run is possible.
+        why: Reason why no such run is possible, or "" if there is an error message.
         is_late: Whether the error comes from the first step instead of the start.
     """
 
@@ -74,7 +74,7 @@ IN_SOFTWARE = ("cuda", "one_memory")
 SEVERAL = ("2ranks", "2hosts")
 TEXT_MODELS = ("llama", "qwen3_moe", "gpt_oss", "zamba2", "gpt2")
 
-#: All combinations that the program refuses, with the error messages, and all impossible combinations.
+#: All combinations that the program refuses, with their error messages, and all impossible combinations.
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # model
     refused("does not read images", model=TEXT_MODELS, images=IMAGES),
@@ -101,7 +101,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     absent("mxfp4 is of gpt-oss alone, whose masks know no documents", base="mxfp4", packing="packed"),
     absent("mxfp4 is of gpt-oss alone, whose MLP hands on more than hidden states", base="mxfp4", cut="mlp_rows"),
     # packing
-    # Masks ignore positions, so documents in a packed row attend to each other. This is the same in transformers.
+    # Masks ignore positions, so documents in a packed row would attend to each other, as in transformers.
     refused("Write data.packing = false", model="gpt_oss", packing="packed"),
     refused("may not keep apart the texts", model="qwen2_5_vl", packing=("packed", "concat")),
     refused("Write data.packing = false", model="zamba2", packing="packed"),
@@ -163,7 +163,7 @@ def all_pairs() -> list[dict[str, str]]:
 
 
 def completed(part: Row, given: Row | None = None) -> dict[str, str] | None:
-    """Return the plainest row with these levels, or None if there is none.
+    """Return the plainest row with these levels that is not excluded, or None if every such row is excluded.
 
     Args:
         part: Levels that the row must have, by factor.

@@ -37,7 +37,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
 }
-#: Config values of each model in addition to ``_SIZES``. Layers have 100,000 elements, more than the smallest part.
+#: Config values of each model in addition to ``_SIZES``. Layers have about 100,000 elements, more than a minimal part.
 _VALUES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3_moe": {"moe_intermediate_size": 96, "mlp_only_layers": []},
@@ -51,7 +51,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 96, "n_layer": 2, "n_positions": 512},
 }
-#: Name endings of quantized weights.
+#: Base or model -> name endings of its quantized weights. The default is ``proj.weight``.
 _ENDS = {
     "mxfp4": ("experts.gate_up_proj", "experts.down_proj"),
     "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
@@ -60,7 +60,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Folder with models and data, which are created at first use."""
+    """Folder with models and data. Each is created at its first use."""
 
     folder: Path
 
@@ -69,7 +69,7 @@ class Place:
         return self._plain(family, task) if base == "plain" else self._quantized(family, base, task) / "quantized"
 
     def meant(self, family: str, base: str, task: str = "sft") -> Path:
-        """Return the folder of a plain model with the decoded values of a quantized one."""
+        """Return the folder of an unquantized model with the same weight values, decoded if ``base`` is quantized."""
         return self._plain(family, task) if base == "plain" else self._quantized(family, base, task) / "plain"
 
     def _plain(self, family: str, task: str = "sft") -> Path:
@@ -102,7 +102,7 @@ class Place:
         return made
 
     def teacher(self, family: str) -> Path:
-        """Return the folder of a teacher with a model's vocabulary."""
+        """Return the folder of a teacher with the vocabulary of a model family."""
         is_image_text = family == "qwen2_5_vl"
         folder = self.folder / "models" / ("teacher-images" if is_image_text else "teacher")
         if not folder.exists():
@@ -111,7 +111,7 @@ class Place:
         return folder
 
     def data(self, task: str, *, images: bool = False) -> tuple[Path, Path]:
-        """Return the file for training and the file for evaluation."""
+        """Return the training file and the evaluation file."""
         kinds = {"pretrain": "text", "distill": "sft", "kto": "dpo", "orpo": "dpo", "reward": "dpo"}
         kind = "images" if images else kinds.get(task, task)
         folder = self.folder / "data" / kind
@@ -154,7 +154,7 @@ def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7, *, is_
         folder: Folder to create.
         tokenizer: Tokenizer of the model.
         seed: Seed of the weights.
-        is_judge: Whether the model has a reward head, which returns one number per text, instead of logits.
+        is_judge: Whether the model has a reward head (one number per text) instead of an output head.
     """
     words = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
     values = {} if family == "gpt2" else dict(_SIZES)
@@ -174,7 +174,7 @@ def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7, *, is_
 
 
 def quantize(source: Path, folder: Path, family: str, base: str) -> None:
-    """Write two copies of a model: with quantized weights, and with their decoded values."""
+    """Write two copies of a model: one with quantized weights, and one with their decoded values."""
     method = METHODS["nf4" if base == "nf4" else base]
     ends = _ENDS.get(base) or _ENDS.get(family) or ("proj.weight",)
     tensors, parts = load_file(source / "model.safetensors"), {}

@@ -1,4 +1,4 @@
-"""Expected results of each run, computed with transformers and peft for one row of data at a time."""
+"""Expected results of each run, computed with transformers and peft, one row of data at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Document:
 
     Attributes:
         inputs: Model inputs by name, [1, T].
-        trained: Whether each token is trained, [T].
+        trained: Whether the model trains on each token, [T].
     """
 
     inputs: dict[str, Tensor]
@@ -49,18 +49,18 @@ class Document:
 
     @property
     def num_trained(self) -> int:
-        """Number of trained tokens with a preceding token."""
+        """Number of trained tokens that have a preceding token."""
         return int(self.trained[1:].sum())
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Contents of an epoch, and the model's results for them.
+    """Expected token counts of one epoch, and the initial model's loss and metrics.
 
     Attributes:
         num_tokens: Number of tokens without padding.
-        num_trained: Number of trained tokens.
-        loss: Loss of the epoch, or None if it depends on the division into rows.
+        num_trained: Number of trained tokens. For rewards, the number of pairs.
+        loss: Mean loss of the epoch, or None if it depends on how texts are divided into rows.
         figures: Preference metrics by name.
     """
 
@@ -148,7 +148,7 @@ def _image_encoder(processor: Any, folder: Path) -> Encode:
 
 
 def _chat(messages: list[dict[str, Any]], encode: Encode) -> Document:
-    """Return a conversation that trains the assistant's text and end-of-turn token, but not the newline after it."""
+    """Return a conversation that trains on each answer and its end-of-turn token, but not on the newline after it."""
     inputs = encode(messages, False)
     trained = torch.zeros(inputs["input_ids"].shape[1], dtype=torch.bool)
     for number, message in enumerate(messages):
@@ -160,7 +160,7 @@ def _chat(messages: list[dict[str, Any]], encode: Encode) -> Document:
 
 @torch.no_grad()
 def _rows_of_logits(model: Any, document: Document) -> tuple[Tensor, Tensor]:
-    """Return the fp64 logits of the trained tokens, [N, V], and these tokens, [N]."""
+    """Return the fp64 logits for the trained tokens, [N, V], and the ids of these tokens, [N]."""
     logits = model(**document.inputs, use_cache=False).logits[0, :-1].double()
     wanted = document.trained[1:]
     return logits[wanted], document.inputs["input_ids"][0, 1:][wanted]
@@ -173,7 +173,7 @@ def negative_log_likelihoods(model: Any, documents: Sequence[Document]) -> list[
 
 
 def expected_epoch(row: Row, place: Place) -> Expected:
-    """Return the contents of an epoch of the training rows, and the initial model's results for them."""
+    """Return the expected token counts of one epoch, and the initial model's loss and metrics."""
     train, _ = place.data(row["task"], images=row["images"] != "text")
     of_rows = documents_of(row, place, train)
     documents = [each for of_row in of_rows for each in of_row]
@@ -183,7 +183,7 @@ def expected_epoch(row: Row, place: Place) -> Expected:
     num_rows = 2 if row["task"] == "kto" else 1  # each kto answer also appears after the prompt of another row
     num_tokens = num_rows * sum(each.num_tokens for each in documents)
     num_trained = num_rows * sum(each.num_trained for each in documents)
-    if row["packing"] == "concat":  # concatenated texts fill all rows
+    if row["packing"] == "concat":  # texts are concatenated, and all rows but the last are full
         return Expected(num_tokens, num_tokens - math.ceil(num_tokens / LENGTH), None, {})
     model = open_model(row, place)
     if row["task"] == "reward":
@@ -215,7 +215,7 @@ def expected_epoch(row: Row, place: Place) -> Expected:
 
 @torch.no_grad()
 def rewards(model: Any, pairs: Sequence[Sequence[Document]]) -> tuple[Tensor, Tensor]:
-    """Return the fp64 rewards of the chosen and the rejected texts."""
+    """Return the fp64 rewards of the chosen and rejected texts."""
     found = [[model(**each.inputs, use_cache=False).logits[0, 0].double() for each in pair] for pair in pairs]
     chosen, rejected = (torch.stack(side) for side in zip(*found, strict=True))
     return chosen, rejected

@@ -1,4 +1,4 @@
-"""Runs that the program refuses. Each has one combination of incompatible levels, and plain levels otherwise."""
+"""Runs that the program refuses. Each has one combination of incompatible levels. All its other levels are plain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pairs.runs import train
 
 
 def cases() -> Iterator[tuple[Exclusion, dict[str, str]]]:
-    """Yield each refusal with each of its combinations of levels."""
+    """Yield each exclusion with an error message, once for each combination of its levels."""
     for each in EXCLUSIONS:
         if each.text:
             for levels in product(*each.levels.values()):
@@ -43,6 +43,6 @@ def refusal_of(row: Row, place: Place, folder: Path) -> str:
     """Return the error message of a row's run, or "" if the run succeeds."""
     try:
         train(row, place, folder)
-    except (AssertionError, ConfigError) as error:  # for ranks, the message is their output
+    except (AssertionError, ConfigError) as error:  # with several ranks, the message is their output
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Runs rows of levels to the end, in one process or several ranks, and records metrics, traffic and exports."""
+"""Runs rows of levels to the end, in one process or on several ranks, and records metrics, traffic and exports."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from processes.ranks import finish_ranks, start_ranks
 from tiered import TieredStore
 from tiered.units import parse_size
 
-#: Maximum number of attempts to enlarge a minimal tier, because one requirement can hide another.
+#: Maximum number of attempts to find a sufficient tier size. One requirement can hide another, so one may not suffice.
 _MOST_TRIES = 12
 TIMEOUT_S = 600.0
 
 
 @dataclass
 class RankEnd:
-    """Observations of one process of a run.
+    """Observations of one process in a run.
 
     Attributes:
         steps: Metrics of each step, by number.
-        evaluations: Metrics of the evaluations in order, with 0 seconds.
+        evaluations: Metrics of the evaluations, in order.
         moved: Bytes moved between tiers and between ranks since the first step, by link.
         planned: Planned bytes of the same transfers, by link.
-        wasted: Numbers of unused prefetches and of unscheduled copies.
-        tiers: Bytes of the blocks at home, peak bytes and capacity of each tier, by name.
+        wasted: Number of prefetched copies that were dropped unused, and number of accesses outside the schedule.
+        tiers: Tier name -> (bytes of the blocks whose home is the tier, peak bytes, capacity in bytes).
         weights: Exported fp32 weights by name. Empty if there are several ranks.
-        needs: Required size of each tier that was too small. If there is one, all other fields are empty.
+        needs: Required bytes of each tier that was too small. If a tier was too small, all other fields are empty.
         interrupted: Whether a signal ended the run.
         num_commits: Number of checkpoints that began.
     """
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def bits(self) -> list[tuple[Any, ...]]:
-        """Metrics of every step that must not depend on placement."""
+        """For every step, the metrics that must not depend on placement."""
         steps = {number: step for start in self.starts for number, step in start[0].steps.items()}
         return [
             (n, s.loss, s.grad_norm, s.lr, s.num_real_tokens, s.num_trained_tokens, dict(s.preferences))
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[tuple[Any, ...]]:
-        """Metrics of every evaluation that must not depend on placement."""
+        """For every evaluation, the metrics that must not depend on placement."""
         found = [each for start in self.starts for each in start[0].evaluations]
         return [(e.step, e.name, e.loss, e.num_tokens, dict(e.preferences), tuple(e.samples)) for e in found]
 
@@ -126,7 +126,7 @@ class Run:
 
 
 class WatchedLoop(TrainingLoop):
-    """Training loop that records its traffic and the planned traffic.
+    """Training loop that records its actual and its planned traffic.
 
     Args:
         end: Record to fill.
@@ -141,7 +141,7 @@ class WatchedLoop(TrainingLoop):
         self._num_since += 1
 
     def _schedule_to_next_stop(self) -> None:
-        """Start a new stretch of steps after an evaluation or checkpoint. Each stretch starts like a run."""
+        """Start a new stretch of steps, whose planned traffic is computed as for a separate run."""
         self._cut()
         super()._schedule_to_next_stop()
 
@@ -174,7 +174,7 @@ class WatchedLoop(TrainingLoop):
         return super()._summary(moved, link_bytes, **options)
 
     def export(self) -> Path:
-        """Record the weights at the export, after all updates and before the store closes."""
+        """Record the weights when the export starts, after all updates and before the store closes."""
         real = FinalExport.write
 
         def write(export: FinalExport, *arguments: Any) -> Path:
@@ -239,7 +239,7 @@ def counted_commits(end: RankEnd) -> Iterator[None]:
 
 @contextmanager
 def new_compiler() -> Iterator[None]:
-    """Let ``torch.compile`` start without compiled code of other runs, and restore the settings that it changes."""
+    """Let ``torch.compile`` start without compiled code from other runs, and restore a setting that it changes."""
     import torch._dynamo as dynamo
 
     validates = torch.distributions.Distribution._validate_args
@@ -276,7 +276,7 @@ def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hos
 
 
 def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None, is_plain: bool = False) -> Run:
-    """Run a row to the end in one start, or stop after a step and resume in the way that the row says."""
+    """Run a row to the end. With ``stop_after``, stop after this step, then resume as ``row["checkpoints"]`` says."""
     folder.mkdir(parents=True)
     config = config_of(row, place, folder, is_plain=is_plain)
     if row["task"] == "distill":
@@ -289,7 +289,7 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
     if row["checkpoints"] in ("copied", "away"):
         for drive in [*folder.glob("drive*"), *folder.glob("host*/drive*")]:
             shutil.rmtree(drive)
-    if row["checkpoints"] == "away":  # lose the machine's files together with the drives
+    if row["checkpoints"] == "away":  # also lose the machine's files
         shutil.rmtree(run.folder / "out")
     if row["checkpoints"] == "moved":
         # A single process cannot read the drives of other hosts.
@@ -300,7 +300,7 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
 
 
 def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None) -> list[RankEnd]:
-    """Start a run, and enlarge minimal tiers until the run fits."""
+    """Start a run, and repeat with larger tiers until the run fits."""
     path, (size, num_hosts) = run.folder / f"{name}.toml", WORLDS[row["ranks"]]
     for _ in range(_MOST_TRIES):
         path.write_text(to_text(config))

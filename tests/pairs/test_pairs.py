@@ -1,8 +1,8 @@
 """Tests each feature together with every other compatible feature: a covering array of whole runs (docs/pairs.md).
 
-Each run is a row of levels. Its results are bit-identical to the same run in one process with everything in RAM. It
-moves the planned bytes, and its tiers stay within their capacity. Its counts, losses and exports match a computation
-with plain transformers and peft.
+Each run is a row of levels. Its results are bit-identical to the same run in one process with everything in the
+device's memory. It moves the planned bytes, and its tiers stay within their capacity. Its counts, losses and exports
+match a computation with plain transformers and peft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(1800)]
 _TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
 
 
-#: First four digits of a test name -> cause of a failure that is not fixed yet.
+#: First four hex digits of a test name -> cause of a failure that is not fixed yet.
 KNOWN: dict[str, str] = {}
 
 
@@ -102,7 +102,7 @@ def test_run(row: Row, place: Place, tmp_path: Path) -> None:
 
 
 def assert_within_plan(end: RankEnd) -> None:
-    """Assert that every link moved the planned bytes, no fetch was wasted, and tiers are within their capacity."""
+    """Assert that every link moved the planned bytes, no prefetch was wasted, and tiers stayed within capacity."""
     links = {**end.moved, **end.planned}
     moved, planned = ({link: each.get(link, 0) for link in links} for each in (end.moved, end.planned))
     if end.interrupted:  # the stop was not planned, so blocks of the next step may be in flight
@@ -115,13 +115,13 @@ def assert_within_plan(end: RankEnd) -> None:
 
 
 def assert_counts(row: Row, plain: Run, place: Place) -> None:
-    """Assert that an epoch has the number of tokens in the files, and the loss that plain transformers computes."""
+    """Assert that an epoch has the expected token counts, and the loss that plain transformers computes."""
     if row["reading"] == "streamed":
         if row["packing"] != "rows":
             assert_full_rows(row, plain)
             return
         epoch = plain.steps[: WINDOW_STARTS[0]]
-        assert [step.epoch for step in plain.steps] == [0.25, 0.5, 0.75, 1.0]  # with a stream, the run is one epoch
+        assert [step.epoch for step in plain.steps] == [0.25, 0.5, 0.75, 1.0]  # a streamed run is one epoch
     else:
         epoch = [step for step in plain.steps if step.epoch <= 1.0]
         assert 1 <= len(epoch) <= 2 and epoch[-1].epoch == 1.0
@@ -138,7 +138,7 @@ def assert_counts(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_full_rows(row: Row, plain: Run) -> None:
-    """Assert that streamed texts fill the rows of each step. The random draw decides which texts share a row."""
+    """Assert that streamed texts fill the rows of each step. A random draw decides which texts share a row."""
     for step in plain.steps:
         most = ROWS_PER_STEP * LENGTH
         if row["packing"] == "concat":  # the last row of a window may be short
@@ -174,7 +174,7 @@ def assert_rates(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_export(row: Row, plain: Run, place: Place) -> None:
-    """Assert that transformers or peft loads the export with the run's weights and the last held-out loss."""
+    """Assert that the export, loaded with transformers or peft, has the run's weights and last held-out loss."""
     model = open_model({**row, "precision": "fp32"}, place, plain.exported)
     (end,) = plain.starts[0]
     found = {plain_name(name): weight for name, weight in read_exported(plain.exported).items()}
@@ -200,7 +200,7 @@ def assert_export(row: Row, plain: Run, place: Place) -> None:
 
 
 def assert_rewards(told: tuple[Any, ...], found: tuple[Tensor, Tensor], near: dict[str, float]) -> None:
-    """Assert that the metrics of the last evaluation match the exported model's rewards of single texts."""
+    """Assert that the last evaluation's metrics match the exported model's rewards, computed one text at a time."""
     chosen, rejected = found
     both = torch.cat(found)
     near = {"abs": near["rel"] * float(both.abs().max())}

@@ -1,4 +1,4 @@
-"""Wrong configs: files that are not TOML, wrong overrides and extra files, and impossible combinations."""
+"""Wrong configs: files that are not TOML, wrong overrides, wrong extra files, and impossible combinations."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from wrong_inputs.mutate_config import CODE, COMMANDS, SEED
 from wrong_inputs.workplace import BASE_VALUES, CONFIG_NAME, Workplace, WrongInput
 
-#: Wrong line, inserted in the middle of the config -> another text that the message must contain.
+#: Wrong line, inserted in the middle of the config -> further text that the message must contain, or "".
 BROKEN_LINES = {
     'run_name = "no end': "", "run_name = 'no end": "", "run_name = [1, 2": "", "run_name = { a = 1": "",
     "run_name": "", "run_name =": "", "= 7": "", "run_name: mine": "", "run_name = mine": '"mine"',
@@ -31,7 +31,7 @@ BROKEN_FILES: dict[str, bytes] = {
     "binary": bytes(random.Random(SEED).randbytes(300)),
     "a picture": b"\x89PNG\r\n\x1a\n" + bytes(range(64)),
 }
-#: Argument of --set -> texts that the message must contain.
+#: Argument of --set -> strings that the message must contain.
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "seed": ("--set", "seed", "KEY=VALUE"),
     "=7": ("--set", "KEY=VALUE"),
@@ -57,8 +57,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "device=cuda:0": ("--set", "device"),
 }
 Keys = dict[str, str]
-#: Name of an impossible combination -> (keys with values as TOML, key whose line the message must name, texts that the
-#: message must contain).
+#: Name of an impossible combination -> (keys with values as TOML, key whose line the message must name, further
+#: strings that the message must contain).
 COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "no steps": ({"training.max_steps": "0"}, "training.max_steps", ()),
     "batch twice": ({"training.train_batch_tokens": "128"}, "training.per_device_train_batch_size", ("train_batch_tokens",)),
@@ -179,7 +179,7 @@ def option_cases() -> Iterator[WrongInput]:
 
 
 def combination_cases() -> Iterator[WrongInput]:
-    """Yield values that are valid alone, and invalid together."""
+    """Yield values that are valid alone but invalid together."""
 
     def put(keys: Keys, key: str, parts: tuple[str, ...]) -> Callable[[Workplace], Sequence[str]]:
         def spoil(work: Workplace) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Wrong data: files that are broken, cut off, empty, missing or of an unknown kind, and wrong sources and settings."""
+"""Wrong data: files that are broken, truncated, empty, missing or of unknown type, and wrong sources and settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wrong_inputs.mutate_config import SEED
 from wrong_inputs.workplace import ROWS, Workplace, WrongInput
 
 GOOD = json.dumps(ROWS[0])
-#: Name -> second of three lines, which is broken JSON. A valid JSON value that is no object would only be dropped.
+#: Name -> broken JSON for the second of three lines. A valid JSON value that is not an object would only be dropped.
 BROKEN_LINES = {
     "cut off": GOOD[:30], "no JSON": "hello", "single quotes": GOOD.replace('"', "'"), "an extra comma": GOOD + ",",
     "two objects": GOOD + GOOD,
@@ -22,7 +22,7 @@ BROKEN_LINES = {
     "no quotes": "{messages: []}", "a control character": '{"text": "\x01"}',
     "a comment": "// no", "an open string": '{"messages": "',
 }  # fmt: skip
-#: Name -> (file name, contents of the file, other texts that the message must contain).
+#: Name -> (file name, contents of the file, further strings that the message must contain).
 TEXT_FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "json cut off": ("x.json", b'[{"text": "a"}, {"text"', ("line 1",)),
     "json that is no list": ("x.json", b'{"text": "a"}\n', ()),
@@ -85,7 +85,7 @@ def text_cases() -> Iterator[WrongInput]:
 
 
 def _table(ending: str, columns: dict[str, Any]) -> bytes:
-    """Return a parquet or arrow file."""
+    """Return the bytes of a Parquet or Arrow file."""
     import pyarrow
     import pyarrow.feather
     import pyarrow.parquet
@@ -99,7 +99,7 @@ def _table(ending: str, columns: dict[str, Any]) -> bytes:
 
 
 def table_cases() -> Iterator[WrongInput]:
-    """Yield Parquet and Arrow files that are cut off, have no rows, wrong columns or types, or are not UTF-8."""
+    """Yield Parquet and Arrow files that are truncated, empty or not UTF-8, or have wrong columns or types."""
     columns: dict[str, dict[str, Any]] = {
         "unknown columns": {"a": ["x"], "b": ["y"]},
         "numbers for text": {"text": [1, 2]},
@@ -195,7 +195,7 @@ def source_cases() -> Iterator[WrongInput]:
 
 
 def setting_cases() -> Iterator[WrongInput]:
-    """Yield wrong settings for data. Most of them leave nothing to train."""
+    """Yield wrong settings for data. Most of them leave nothing to train on."""
     kind = "data: nothing trained"
 
     def put(*parts: str, **keys: str) -> Callable[[Workplace], Sequence[str]]:

@@ -1,4 +1,4 @@
-"""Wrong rows: every format with every field missing or of another type, and conversations that cannot be trained."""
+"""Wrong rows: each format with each field missing or of the wrong type, and conversations that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_TOKENS: dict[str, Any] = {
     "too large": [1 << 40],
 }
 USER, ASSISTANT = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ishmael."}
-#: Name -> conversation that cannot be trained.
+#: Name -> conversation that cannot be trained on.
 CONVERSATIONS: dict[str, list[Any]] = {
     "unknown role": [{"role": "narrator", "content": "x"}, ASSISTANT],
     "role of another case": [{"role": "User", "content": "x"}, ASSISTANT],
@@ -54,7 +54,7 @@ CONVERSATIONS: dict[str, list[Any]] = {
     "tool arguments broken": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
     "half a surrogate": [USER, {"role": "assistant", "content": "\ud800"}],
 }
-#: Name -> conversation that a template with strictly alternating roles refuses.
+#: Name -> conversation that a chat template refuses because its roles do not alternate.
 ORDERS: dict[str, list[Any]] = {
     "assistant first": [ASSISTANT, USER],
     "two questions": [USER, USER, ASSISTANT],
@@ -93,7 +93,7 @@ OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _in_the_middle(format: str, row: object, *, template: str = "", sound: object = None) -> Callable[..., Any]:
-    """Return a change that puts a row between two valid rows. The message must name the second line."""
+    """Return a function that puts a row between two valid rows. The message must name the second line."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         good = sound or SOUND.get(format, ROWS[0])
@@ -108,7 +108,7 @@ def _in_the_middle(format: str, row: object, *, template: str = "", sound: objec
 
 
 def field_cases() -> Iterator[WrongInput]:
-    """Yield rows of every format with a field that is missing or has a forbidden value."""
+    """Yield rows of every format in which one field is missing or has a forbidden value."""
     for format, sound in SOUND.items():
         for name, value in sound.items():
             if name != "labels":

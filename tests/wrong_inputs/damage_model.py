@@ -1,4 +1,4 @@
-"""Wrong model folders: config.json, weights or shards are missing, damaged, or from another model."""
+"""Wrong model folders: the config.json, weights or shards are missing, damaged or from another model."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIGS: dict[str, bytes] = {
     "an empty object": b"{}", "not UTF-8": b'{"model_type": "\xff"}', "a picture": b"\x89PNG\r\n\x1a\n",
     "deeply nested": b"[" * 100_000, "a pointer of git lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
 }  # fmt: skip
-#: Name -> values in config.json that make the model an unsupported kind.
+#: Name -> values in config.json that describe an unsupported kind of model.
 TYPES: dict[str, dict[str, Any]] = {
     "unknown model_type": {"model_type": "llamma"},
     "model_type is a number": {"model_type": 7},
@@ -35,7 +35,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "quantized by bitsandbytes": {"quantization_config": {"load_in_4bit": True}},
     "quantized, and no object": {"quantization_config": "int4"},
 }
-#: Key of config.json -> wrong values. The weights match none of them.
+#: Key of config.json -> wrong values. Each is invalid or does not match the weights.
 VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_size": ("big", -1, 0, None, 96, 1.5, [128]),
     "intermediate_size": ("big", -1, None, 64),
@@ -104,7 +104,7 @@ def _bytes(change: Callable[[bytes], bytes], *parts: str) -> Spoil:
 
 
 def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    """Return a function that changes the header of a safetensors file, and keeps the bytes after the header."""
+    """Return a function that changes the header of a safetensors file but keeps the bytes after the header."""
 
     def changed(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
@@ -186,7 +186,7 @@ def _adapter(work: Workplace) -> Sequence[str]:
 
 
 def _sharded(change: Callable[[Workplace, dict[str, Any]], object], *parts: str) -> Spoil:
-    """Return a change that splits the weights into two shards with an index, and damages them."""
+    """Return a function that splits the weights into two shards with an index, and damages a shard or the index."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""Wrong tokenizers and chat templates: missing, damaged, too large for the model, or with code that fails."""
+"""Wrong tokenizers (missing, damaged or too large for the model) and chat templates (missing or with errors)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BROKEN: dict[str, bytes] = {
     "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "an empty object": b"{}",
     "not UTF-8": b'{"a": "\xff"}', "a picture": b"\x89PNG\r\n\x1a\n", "a pointer of git lfs": b"version https://git-lfs\n",
 }  # fmt: skip
-#: Cases that are valid, because a tokenizer needs no settings.
+#: Cases that are valid after all, because a tokenizer needs no settings.
 HARMLESS = frozenset({"tokenizer_config.json is an empty object"})
 TEMPLATES = {
     "an open brace": "{{ messages",
@@ -36,7 +36,7 @@ TEMPLATES = {
 
 
 def _change(change: Callable[[dict[str, Any]], object], *parts: str) -> Spoil:
-    """Return a change of the values in tokenizer.json."""
+    """Return a function that changes the values in tokenizer.json."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         values = json.loads((work.base_model / "tokenizer.json").read_text())

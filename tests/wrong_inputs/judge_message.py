@@ -1,13 +1,13 @@
 """Runs the real command on a case, and checks its message: location, remedy, no traceback.
 
-Every problem in a message must contain a remedy. Cases need not list the expected remedies, because a remedy is one of
+Every problem in a message must contain a remedy. Cases need not list the expected remedies. Each of these is a remedy:
 
-- a clause that begins with a verb of :data:`VERBS` in the imperative ("Write ...", "Leave it out", "or install ...");
-- a suggestion ("Did you mean ...?"), or the right table of a key ("here: data.max_length", "belongs in [data]");
+- a clause that begins with an imperative from :data:`VERBS` ("Write ...", "Leave it out", "or install ...");
+- a suggestion ("Did you mean ...?"), or the right table for a key ("here: data.max_length", "belongs in [data]");
 - the valid values ("It must be at least 1", "Roles: system, user");
-- the sufficient capacity ("needs at least 4096").
+- the required capacity ("needs at least 4096").
 
-A sentence that only states the mistake has none of these.
+A sentence that only states the mistake contains no remedy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEAD = re.compile(r"(?:error: )?(\d+) problems? in (.*)")
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a command to a case.
+    """Exit code and output of a command for one case.
 
     Attributes:
         code: Exit code.
@@ -101,7 +101,7 @@ def _split(message: str) -> list[str]:
 
 
 def faults(case: WrongInput, answer: Answer, locus: Sequence[str]) -> list[str]:
-    """Return the faults of an answer, or [] for a good one."""
+    """Return the faults of an answer, or [] if it is good."""
     found = []
     if answer.crash or "Traceback" in answer.output or "internal error" in answer.output:
         found.append(f"a traceback: {answer.crash or answer.output}")

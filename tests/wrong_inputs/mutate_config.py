@@ -1,4 +1,4 @@
-"""Wrong configs, derived from the schema: keys and tables with wrong types, ranges, choices, names or places."""
+"""Wrong configs, derived from the schema: wrong types, ranges and choices; misspelled, misplaced and missing keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, TABLES, full_
 COMMANDS = ("check", "plan")
 CODE = 2
 SEED = 20261121
-#: TOML text -> its value, or None for a date. Together, the texts have all types of TOML.
+#: TOML literal -> its value, or None for a date. Together, the literals cover the types of TOML.
 VALUES: dict[str, object] = {
     '"no-such-value"': "no-such-value", "7": 7, "-7.5": -7.5, "true": True, "[7]": [7], "[[]]": [[]],
     "{ x = 1 }": {"x": 1}, "1979-05-27": None,
@@ -25,13 +25,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,), "object": (dict,)
 }  # fmt: skip
 _BAD_SIZES = ('"12"', "12", '"12 parsecs"', '"-1GiB"', '""', '"GiB"', '"1,5GiB"')
-_BAD_TEXTS = {  # first example of a key in the schema -> similar wrong values
+_BAD_TEXTS = {  # first example in a key's schema -> similar but wrong TOML literals
     "110GiB": _BAD_SIZES,
     "auto": (*_BAD_SIZES, '"0GiB"', '"0%"', '"150%"', '"%"'),
     "45min": ('"45"', "45", '"45 fortnights"', '"0s"', '"-45min"', '""', '"min"'),
     "2.0GB/s": ('"5"', "5", '"5GB"', '"5 parsecs/s"', '"0GB/s"', '""'),
 }
-#: Keys that are not tested with wrong types, because a wrong value also causes another error.
+#: Keys that are not tested with wrong types, because a wrong value also causes a second error.
 _NO_TYPE_CHECK = frozenset({"config_version"})
 
 
@@ -66,12 +66,12 @@ def _is_within(schema: Mapping[str, Any], value: Any) -> bool:
 
 
 def wrong_type(schema: Mapping[str, Any]) -> list[str]:
-    """Return TOML texts of values that the schema forbids."""
+    """Return values that the schema forbids, as TOML literals."""
     return [text for text, value in VALUES.items() if not accepts(schema, value)]
 
 
 def out_of_range(schema: Mapping[str, Any]) -> list[str]:
-    """Return TOML texts of values just outside the bounds."""
+    """Return values just outside the bounds, as TOML literals."""
     found = [str(schema[name] + step) for name, step in (("minimum", -1), ("maximum", 1)) if name in schema]
     found += [str(schema[name]) for name in ("exclusiveMinimum", "exclusiveMaximum") if name in schema]
     if "multipleOf" in schema:
@@ -86,7 +86,7 @@ def out_of_range(schema: Mapping[str, Any]) -> list[str]:
 
 
 def near_choice(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (a choice with its last letter doubled, the choice), or None if there is no long choice."""
+    """Return (a choice with its last letter doubled, the choice), or None if all choices are short."""
     kinds = schema.get("anyOf", [schema])
     choices = [choice for kind in kinds for choice in kind.get("enum", [kind.get("const")])]
     long = [choice for choice in choices if isinstance(choice, str) and len(choice) > 3]
@@ -94,7 +94,7 @@ def near_choice(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def misspelled(name: str) -> str:
-    """Return a name with two middle letters exchanged, or doubled if they are equal."""
+    """Return a name with its two middle letters swapped. If they are equal, insert the same letter again."""
     middle = len(name) // 2
     if name[middle - 1] == name[middle]:
         return name[:middle] + name[middle] + name[middle:]
@@ -110,7 +110,7 @@ def _put(key: str, value: str) -> Any:
 
 
 def value_cases() -> Iterator[WrongInput]:
-    """Yield every key with values that have a wrong type, are out of range, or are misspelled choices or sizes."""
+    """Yield every key with values of the wrong type, values out of range, and bad choices, sizes or durations."""
     generator = random.Random(SEED)
     for key in sorted(KEYS):
         schema = leaf_schema(key)
@@ -129,14 +129,14 @@ def value_cases() -> Iterator[WrongInput]:
 
 
 def name_cases() -> Iterator[WrongInput]:
-    """Yield misspelled keys and tables, keys in a wrong table, and keys of other tools."""
+    """Yield misspelled keys and tables, keys in the wrong table, keys of other tools, and keys of later releases."""
     for key in sorted(KEYS):
         yield _renamed(key)
     for table in sorted(TABLES.keys() - ARRAY_TABLES):
         yield _renamed_table(table)
     generator = random.Random(SEED)
     tables = sorted(TABLES)
-    misplaced = set()  # keys of two tables may have the same last name
+    misplaced = set()  # keys of different tables may have the same last part
     for key in sorted(generator.sample(sorted(KEYS), 30)):
         leaf, home = key.rpartition(".")[2], key.rpartition(".")[0]
         there = [table for table in tables if table != home and f"{table}.{leaf}" not in KEYS]
@@ -189,7 +189,7 @@ def _of_other_tool(leaf: str) -> WrongInput:
 
 
 def missing_cases() -> Iterator[WrongInput]:
-    """Yield configs without a required key, one for each key."""
+    """Yield one config for each required key, without this key."""
     for key in sorted(KEYS):
         if is_required(key) and key not in FREE_TABLES:
             yield _without(key)

@@ -1,4 +1,4 @@
-"""Wrong places: unusable output folders, drives and checkpoints, unsuitable settings, and wrong sizes of tiers."""
+"""Wrong locations, settings and sizes: unusable output folders, drives and checkpoints, and wrong tier sizes."""
 
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHM = Path("/dev/shm")
 
 
 def _put(key: str, value: str, *parts: str, files: tuple[str, ...] = ()) -> Spoil:
-    """Return a change that sets a path in the config. The message must contain ``parts``, or the key and its line."""
+    """Return a function that sets a path in the config. The message must contain ``parts``, or the key and its line."""
 
     def spoil(work: Workplace) -> Sequence[str]:
         for name in files:
@@ -72,12 +72,12 @@ def setting_cases() -> Iterator[WrongInput]:
         "longer rows than the model has positions": put("max_length", data__max_length="100000"),
     }
     for what, spoil in spoils.items():
-        if what != "longer rows than the model has positions":  # this model computes positions, so none is too large
+        if what != "longer rows than the model has positions":  # this model computes positions, so it has no limit
             yield WrongInput(what, kind, CONFIG, spoil, BOTH)
 
 
 def fit_cases() -> Iterator[WrongInput]:
-    """Yield tiers that are too small, with several placements."""
+    """Yield tiers that are too small, in several placements."""
 
     def sizes(tier: str, **keys: str) -> Spoil:
         def spoil(work: Workplace) -> Sequence[str]:
@@ -107,7 +107,7 @@ def fit_cases() -> Iterator[WrongInput]:
 
 
 def machine_cases() -> Iterator[WrongInput]:
-    """Yield tiers larger than the machine, and drives that are not mounted or are in RAM."""
+    """Yield tiers that are too large for the machine, and drives that are not mounted or are in RAM."""
 
     def put(parts: tuple[str, ...], **keys: str) -> Spoil:
         def spoil(work: Workplace) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Wrong configs, data, models and places give the documented exit code, a location and a remedy, but no traceback."""
+"""Wrong inputs lead to the documented exit code, and to a message with a location and a remedy but no traceback."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from processes import warm
 from processes.saved_run import ROOT, command_words
 
 CASES = {f"{case.kind} / {case.name}": case for case in all_cases()}
-#: Case -> one of its commands, in rotation. With `-m slow`, all commands run.
+#: Case -> one of its commands, alternating from case to case. With `-m slow`, all commands run.
 COMMANDS = {name: case.commands[number % len(case.commands)] for number, (name, case) in enumerate(CASES.items())}
 #: Number of cases of each kind. `EVERYDAY` has a third of each kind; with `-m slow`, all cases run.
 KINDS = Counter(case.kind for case in CASES.values())
 EVERYDAY = [name for kind in KINDS for name in [name for name, case in CASES.items() if case.kind == kind][::3]]
-#: Cases of different kinds that run as users run the command, in a separate process.
+#: Cases of different kinds that run in a separate process, as users run the command.
 IN_A_PROCESS = (
     ("config: misspelled key / data.max_elngth (for max_length)", "run"),
     ("config: not TOML / not UTF-8", "check"),
@@ -149,7 +149,7 @@ RIGHT: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_correct_inputs_are_accepted(name: str, folder: Path, base_model: Path) -> None:
-    """If valid inputs were also refused, the tests above would prove nothing."""
+    """If the command also refused valid inputs, the tests above would prove nothing."""
     for command in ("check", "run") if name == "nothing" else ("check",):
         work = make_workplace(folder, base_model)
         RIGHT[name](work)

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-#: Dotted key -> TOML text. Every repeatable table occurs once, so that each key of the schema has a place.
+#: Dotted key -> TOML literal. Every array table occurs once, so that each key of the schema has a place.
 BASE_VALUES = {
     "task": '"sft"',
     "output_dir": '"out"',
@@ -44,7 +44,7 @@ BASE_VALUES = {
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
-    """Return a row of the format "messages"."""
+    """Return a row in the format "messages"."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
@@ -57,7 +57,7 @@ ROWS = (
 
 @dataclass
 class ConfigText:
-    """A config as TOML text by table and key, which can return the line of each key.
+    """Config as TOML values by table and key. It can return the line number of each key.
 
     Attributes:
         tables: Table name -> last part of a key -> value as TOML. The name "" is the top of the file.
@@ -94,7 +94,7 @@ class ConfigText:
         return "".join(f"{line}\n" for _, line in self.lines())
 
     def line(self, key: str) -> str:
-        """Return ``"line 7"`` for a key, as in messages."""
+        """Return the line of a key in the form of messages, such as ``"line 7"``."""
         return f"line {[name for name, _ in self.lines()].index(key) + 1}"
 
 
@@ -106,7 +106,7 @@ def numbered(key: str) -> str:
 
 @dataclass
 class Workplace:
-    """The files that one case damages.
+    """Folder with the files of one case, some of which the case damages.
 
     Attributes:
         folder: Folder of the case.
@@ -145,7 +145,7 @@ class Workplace:
 
     def write_config(self) -> None:
         if os.path.lexists(self.config_path):
-            return  # the case has made something else
+            return  # the case has put something else there
         self.config_path.write_bytes(self.config.text().encode() if self.raw_config is None else self.raw_config)
 
     def file(self, name: str, content: bytes | str) -> str:
@@ -161,7 +161,7 @@ class Workplace:
         return self.file(name, "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
 
     def train_on(self, name: str, **keys: str) -> None:
-        """Set the source of the training rows, and other keys of ``[[data.train]]`` to TOML values."""
+        """Set the source of the training rows, and set other keys of ``[[data.train]]`` to TOML values."""
         self.config.put("data.train.path", json.dumps(name))
         for key, value in keys.items():
             self.config.put(f"data.train.{key}", value)
@@ -172,7 +172,7 @@ class Workplace:
         self.file("model/config.json", json.dumps({**known, **values}))
 
 
-#: Function that makes a mistake in a workplace. It returns the texts that the message must contain: file, line, key.
+#: Function that makes a mistake in a workplace. It returns the strings that the message must contain, such as a line.
 Spoil = Callable[[Workplace], Sequence[str]]
 
 
