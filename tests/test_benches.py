@@ -513,7 +513,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides multiply matrices before this project requests deterministic kernels, and torch reads the variable once."""
+    """Sides run matmuls before this project requests determinism, and torch reads CUBLAS_WORKSPACE_CONFIG only once."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     arguments = argparse.Namespace(
         layers=None,

@@ -127,7 +127,7 @@ def test_pictures_match_their_source_text() -> None:
 
 
 def test_the_site_needs_no_tests() -> None:
-    """The site is also built from an sdist, which lacks tests. Links to tests become plain text, and others stay."""
+    """The site is also built from an sdist, which may lack tests. Links to tests become plain text, and others stay."""
     pytest.importorskip("mkdocs")
     hook = module_of("site_hook")
     seen = 0

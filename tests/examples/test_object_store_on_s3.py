@@ -59,7 +59,7 @@ class ObjectsInS3(Objects):
         self.storage_options = s3
 
 
-@pytest.mark.filterwarnings("default")  # ignore warnings of the libraries
+@pytest.mark.filterwarnings("default")  # warnings of the libraries are not errors
 class TestObjectsInS3(ObjectsInS3, TierSuite): ...
 
 

@@ -18,7 +18,7 @@ from tiered import MiB
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MARK = "# megatrain"
 MOST_LINES = 5
-STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
+STATE_BYTES = 16 * 820_352  # the model's weights, gradients, and AdamW's m and v, in fp32
 #: Relative difference of losses and norms in fp32. torch's AdamW fuses multiplies and adds; this project rounds both.
 TOLERANCE = 2e-5
 NAMES = (

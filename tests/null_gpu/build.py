@@ -137,7 +137,7 @@ def stub(folder: Path) -> None:
 
 
 def symbols(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
-    """Return the undefined symbols of torch's libraries: by the CUDA library in their version, and all others."""
+    """Return torch's undefined symbols: the symbols of each CUDA library, and all symbols without a library version."""
     wanted: dict[str, set[str]] = {}
     others: set[str] = set()
     for library in folder.glob("*.so*"):

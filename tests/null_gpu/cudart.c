@@ -1,4 +1,4 @@
-// Stub of libcudart: device memory is host memory that only copies and fills touch. Kernels do nothing. Work ends at once.
+// Stub of libcudart: device memory is host memory that only copies and fills touch, and kernels do nothing.
 //
 // Environment: NULL_GPU_COUNT: number of devices (default: 1). NULL_GPU_BYTES: memory of each (default: of an H200).
 // NULL_COPY_BYTES: size above which copies and fills are skipped (default: 64 MiB). NULL_REUSE: cudaFree fills smaller
