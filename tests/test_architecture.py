@@ -163,7 +163,7 @@ def test_only_one_module_imports_the_command() -> None:
     assert importers == {RUNS_THE_COMMAND}
 
 
-def test_no_circle_of_imports() -> None:
+def test_no_import_cycles() -> None:
     """Imports under ``TYPE_CHECKING`` also count. A type belongs next to its concept, not where objects are created."""
     edges = {
         source.module: {name for _, name in imports(source) if name in MODULES} - {source.module} for source in SOURCES
@@ -267,7 +267,7 @@ assert all(getattr(megatrain.api, name) is not None for name in megatrain.api.__
     assert run_python(code) == "False"
 
 
-def test_no_circle_of_packages() -> None:
+def test_no_package_cycles() -> None:
     assert not house.import_cycles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
 
 
@@ -307,7 +307,7 @@ def test_class_names_have_one_meaning() -> None:
     assert not house.shared_class_names()
 
 
-def test_the_figures_of_the_house_only_shrink() -> None:
+def test_code_metrics_only_shrink() -> None:
     """Metrics such as lines of code, files per factor, reused file names and vague entries must not grow.
 
     One metric counts figures that a test bounds only from above or only from below. Such tests miss mistakes in the
@@ -540,7 +540,7 @@ def test_every_package_is_listed_for_the_wheel() -> None:
     assert with_code <= set(ALL_FOLDERS), f"no __init__.py: {sorted(map(str, with_code - set(ALL_FOLDERS)))}"
 
 
-def test_every_file_that_is_no_code_is_listed_for_the_wheel() -> None:
+def test_every_non_code_file_is_listed_for_the_wheel() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     data = project["tool"]["setuptools"]["package-data"]
     files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
@@ -556,7 +556,7 @@ def test_every_file_that_is_no_code_is_listed_for_the_wheel() -> None:
     assert not missing, missing
 
 
-def test_tests_are_no_package() -> None:
+def test_tests_are_not_a_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 

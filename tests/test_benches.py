@@ -130,7 +130,7 @@ def test_step_compares_the_sides() -> None:
 
 
 @pytest.mark.slow
-def test_the_process_is_foreseen_at_long_rows() -> None:
+def test_process_memory_is_predicted_for_long_rows() -> None:
     rows = {row["name"]: row for row in run("process_memory", "--only", "narrow.ram.16384")}
     assert rows["narrow.ram.16384.ratio"]["ok"], rows
     assert rows["narrow.ram.16384.planned.tier"]["value"] > 128 << 20
@@ -494,7 +494,7 @@ def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
     assert rows["7b_64k_equal.megatrain.rate"]["value"] > 0 and rows["zero3.zero3.skipped"]["value"]
 
 
-def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
+def test_side_stops_at_its_time_limit_with_all_rows(tmp_path: Path) -> None:
     """There is time for only a few of the requested steps."""
     part = PARTS["plain"].small()
     result = tmp_path / "result.json"
@@ -561,7 +561,7 @@ def test_failed_side_reports_the_end_of_its_output(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("theirs", "is_ok"), [(2.5, True), (2.0, False), (0.0, False), (math.nan, False)])
-def test_losses_that_cannot_be_compared_end_no_call(theirs: float, is_ok: bool, tmp_path: Path) -> None:
+def test_incomparable_losses_do_not_abort_a_call(theirs: float, is_ok: bool, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     report = Report("gpu", as_json=True, tokens_per_step=1, out=out)
     sides = {
@@ -668,7 +668,7 @@ def test_commit_writes_ram_blocks_and_links_the_rest() -> None:
         assert rows[f"save.nvme.{mode}.step_alone"] > 0
 
 
-def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
+def test_gsm8k_training_matches_plain_hugging_face() -> None:
     rows = {row["name"]: row["value"] for row in run("gsm8k")}
     assert len(rows["ours.losses"]) == len(rows["plain.losses"]) == rows["steps"] == 3
     assert 0 < rows["trained_tokens"] < rows["tokens"]  # only answers are trained on

@@ -58,7 +58,7 @@ def test_all_is_well(run: SavedRun) -> None:
     assert lines[-1] == "no problems found"
 
 
-def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
+def test_notes_about_evaluation_rows(run: SavedRun) -> None:
     """Evaluation rows give the same notes as training rows, each prefixed with the name of the evaluation set."""
     rows = [{"prompt": f"hello {n}", "completion": "" if n % 9 == 0 else "end <|endoftext|> here"} for n in range(20)]
     (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -182,7 +182,7 @@ def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
     assert "does not end within" in findings(result)["steps"][0]["text"]
 
 
-def test_refusals_are_no_part_of_assertions(run: SavedRun) -> None:
+def test_check_does_not_rely_on_assert_statements(run: SavedRun) -> None:
     """`python -O` drops assert statements, but ``check`` still finds the same mistakes."""
     words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000", "--json")
     command = [sys.executable, "-O", "-m", "megatrain", "check", str(run.write_config(steps=-1)), *words]
@@ -266,7 +266,7 @@ def test_missing_tracker_is_reported(run: SavedRun, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_weights_that_are_no_numbers(run: SavedRun, value: float) -> None:
+def test_nonfinite_weights_are_named(run: SavedRun, value: float) -> None:
     """All tensors with NaN or infinite values are named. A run would find them only after loading for a while."""
     path = run.folder / "model/model.safetensors"
     tensors = load_file(path)

@@ -90,7 +90,7 @@ def test_config_with_model_and_data_passes_check(here: Path) -> None:
     assert checked.exit_code == 0, checked.output
 
 
-def test_a_file_that_appears_meanwhile_is_not_overwritten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_created_in_the_meantime_is_not_overwritten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program writes the file between the first check and the write."""
     translate_file = translate.translate_file
 

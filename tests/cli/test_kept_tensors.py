@@ -87,7 +87,7 @@ def test_missing_model_folder_is_reported_before_the_export(trained: SavedRun, t
     assert exported.exit_code == 1 and "--model FOLDER" in exported.stderr
 
 
-def test_a_copy_of_the_folder_will_do_and_another_model_will_not(run: SavedRun, tmp_path: Path) -> None:
+def test_export_accepts_a_copy_of_the_model_but_not_a_changed_one(run: SavedRun, tmp_path: Path) -> None:
     shutil.copytree(run.folder / "model", tmp_path / "copy")
     result = run.call("export", run.out, tmp_path / "good", "--model", tmp_path / "copy")
     assert result.exit_code == 0, result.output
@@ -118,7 +118,7 @@ def test_texts_are_not_put_into_one_row(run: SavedRun) -> None:
     assert result.exit_code == 2 and "Write data.packing = false" in result.stderr, result.output
 
 
-def test_a_text_only_forward_that_cannot_be_is_refused_in_words(run: SavedRun) -> None:
+def test_model_without_text_only_forward_is_refused(run: SavedRun) -> None:
     from transformers import BlipForConditionalGeneration
 
     config = tiny_image_text_config("blip")

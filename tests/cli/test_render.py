@@ -101,7 +101,7 @@ def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_live_view_uses_the_width_that_there_is(cli_module: CliModule, width: int) -> None:
+def test_live_view_uses_the_available_width(cli_module: CliModule, width: int) -> None:
     many = dataclasses.replace(
         metrics(1), step=1234, max_steps=123456, num_real_tokens=10**7, eta_s=10**6, mean_step_s=12.34, lr=0.0,
         warmup_steps=2000,

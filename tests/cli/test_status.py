@@ -203,7 +203,7 @@ def test_status_offers_no_resume_if_the_drive_has_other_files(tmp_path: Path, ca
         (STATUS, 1, "not running; last seen at step 412, "),
     ],
 )
-def test_following_a_run_that_has_ended_shows_how_and_exits_as_it_did(
+def test_follow_of_an_ended_run_shows_its_end_and_exit_code(
     tmp_path: Path, call: Callable[..., Result], status: RunStatus, code: int, line: str
 ) -> None:
     leave(tmp_path / "out", status)
@@ -255,7 +255,7 @@ def test_a_damaged_status_of_a_dead_run_is_passed_over(tmp_path: Path, call: Cal
     assert result.exit_code == 0 and result.stdout.splitlines()[1] == "  not running"
 
 
-def test_last_evaluations_are_shown_of_the_living_and_the_dead(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_last_evaluations_are_shown_for_live_and_ended_runs(tmp_path: Path, call: Callable[..., Result]) -> None:
     values = {
         "book": {"step": 400, "loss": 2.0, "perplexity": 7.389},
         "x": {"step": 400, "loss": "nan", "perplexity": "nan"},

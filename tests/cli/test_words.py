@@ -54,7 +54,7 @@ def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
         (("--max-steps", 3, "--set", "lr_scheduler_type=constant_with_warmup", "--set", "warmup_steps=2"), False),
     ],
 )
-def test_max_steps_is_another_schedule(run: SavedRun, words: tuple[str | int, ...], is_said: bool) -> None:
+def test_max_steps_changes_the_schedule(run: SavedRun, words: tuple[str | int, ...], is_said: bool) -> None:
     result = run.call("run", run.write_config(), "--dry-run", *words)
     assert result.exit_code == 0, result.output
     assert ("note: the learning rate completes its whole schedule" in result.stderr) == is_said

@@ -22,7 +22,9 @@ EXAMPLE = embed_examples.EXAMPLES / "diffusion.py"
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "lora"])
-def test_trains_as_without_these_lines(lora: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_matches_program_without_added_lines(
+    lora: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     quickstart = EXAMPLE.parents[1] / "quickstart"
     text = embed_examples.plain(embed_examples.source("diffusion"))
     assert "megatrain." not in text, "a line that tiers is not marked"

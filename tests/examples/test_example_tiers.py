@@ -123,7 +123,7 @@ def test_objects_are_deleted_with_their_blocks_and_at_the_end(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_that_changed_is_found_out(tmp_path: Path) -> None:
+def test_changed_object_is_detected(tmp_path: Path) -> None:
     tier = module.ObjectStoreTier(tmp_path.as_uri(), 4 * tiered.MiB)
     with tiered.TieredStore([tiered.RamTier(4 * tiered.MiB), tier]) as store:
         put(store, "layer", weights(1000, torch.float32))
@@ -139,7 +139,7 @@ def test_an_object_that_changed_is_found_out(tmp_path: Path) -> None:
         assert torch.equal(get(store, "layer"), weights(1000, torch.float32))
 
 
-def test_both_know_no_way_to_a_device() -> None:
+def test_neither_tier_links_to_a_gpu() -> None:
     for tier in (compressed.CompressedRamTier(1), module.ObjectStoreTier("memory://bucket", 1)):
         assert tier.links_with(tiered.GpuTier(1)) is None
         with pytest.raises(ValueError, match="put a RamTier between"):

@@ -49,7 +49,7 @@ def test_adds_at_most_five_lines(name: str) -> None:
     assert 1 <= len(added) <= MOST_LINES, added
 
 
-def test_trains_as_without_these_lines(name: str, whole: Path, tmp_path: Path) -> None:
+def test_training_matches_program_without_added_lines(name: str, whole: Path, tmp_path: Path) -> None:
     plain_program = tmp_path / f"{name}.py"
     text = "\n".join(line for line in source(name).splitlines() if not line.endswith(MARK))
     assert "mt." not in text, "a line that tiers is not marked"

@@ -127,7 +127,7 @@ def test_a_short_write_changes_the_first_half_of_the_bytes(faulty_links, tmp_pat
 
 @pytest.mark.parametrize("on", ["read", "write"])
 @pytest.mark.parametrize("kind", ["short", "flip"])
-def test_a_part_that_is_cut_off_torn_or_flipped_in_silence_is_found(make_rig, on: str, kind: str) -> None:
+def test_silently_truncated_or_flipped_part_is_detected(make_rig, on: str, kind: str) -> None:
     """The drive reports success, so only the checksum finds the error."""
     rig = make_rig(Fault(kind, on, path="block.1/", skip=2, times=1, bit=12345))  # type: ignore[arg-type]
     if on == "write":

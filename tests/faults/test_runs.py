@@ -200,17 +200,17 @@ def test_a_drive_in_use_is_refused(work: Work) -> None:
 
 @pytest.mark.fault
 def test_a_drive_that_dies_in_the_middle_ends_the_run(work: Work, small_drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_until_second_step(monkeypatch, small_drive.die)
+    call_after_second_step(monkeypatch, small_drive.die)
     check_failure(work.run(small_drive.store), "Input/output error (EIO)", str(small_drive.store), "dmesg")
 
 
 @pytest.mark.fault
 def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_until_second_step(monkeypatch, small_drive.make_read_only)
+    call_after_second_step(monkeypatch, small_drive.make_read_only)
     check_failure(work.run(small_drive.store), "Read-only file system (EROFS)", str(small_drive.store))
 
 
-def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+def call_after_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Arrange for ``then`` to be called after the second step."""
     from megatrain.training.training_loop import TrainingLoop
 
@@ -261,7 +261,7 @@ def test_a_drive_that_fills_up_for_real_pauses(work: Work, small_drive, quick_re
         small_drive.fill(leave_bytes=MiB // 4)
         threading.Timer(1.0, small_drive.make_room).start()
 
-    run_until_second_step(monkeypatch, freeze_and_fill)
+    call_after_second_step(monkeypatch, freeze_and_fill)
     result = work.run(small_drive.store)
     assert result.exit_code == 0, result.output
     assert "paused, nothing is lost" in result.stdout and "the run resumes" in result.stdout

@@ -26,7 +26,7 @@ def move(meter: PathMeter, clock: Clock, seconds: float, news: list[str], *, is_
         clock.now_s += seconds
 
 
-def test_two_slow_windows_in_a_row_are_news_once() -> None:
+def test_two_consecutive_slow_windows_are_reported_once() -> None:
     clock, news = Clock(), list[str]()
     meter = PathMeter(window_bytes=4 * MiB, clock_s=clock)
     for number in range(5 * 4):

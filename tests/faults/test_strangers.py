@@ -66,7 +66,7 @@ def test_no_secret_of_the_environment_is_written(done: SavedRun) -> None:
     assert not [path for path in written if b"KeepThisOneToYourself" in path.read_bytes()]
 
 
-def test_a_folder_that_everybody_can_write_in_is_warned_of(tmp_path: Path) -> None:
+def test_world_writable_folder_gives_a_warning(tmp_path: Path) -> None:
     """The run only warns, because the user may have set these permissions on purpose."""
     run = make_run(tmp_path)
     for folder, mode in ((run.out, 0o777), (run.out / "checkpoints", 0o1777), (run.folder / "drive", 0o757)):
@@ -227,7 +227,7 @@ def test_absurd_headers_of_safetensors(name: str, tmp_path: Path) -> None:
         header(b'{"a": 9' + b"9" * 5000 + b"}"),
     ],
 )
-def test_files_that_are_no_safetensors(data: bytes, tmp_path: Path) -> None:
+def test_non_safetensors_files_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(ModelFolderError):
         TensorFile(tmp_path / "a.safetensors")

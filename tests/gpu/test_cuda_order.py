@@ -151,7 +151,7 @@ def test_staged_micro_batches_arrive_whole_on_a_busy_device() -> None:
     assert staging._slab is not None and staging._slab.is_pinned
 
 
-def test_the_read_at_the_end_of_a_step_is_no_wait_in_torch_s_eyes() -> None:
+def test_read_at_step_end_passes_sync_debug_mode() -> None:
     values = [torch.tensor(2.0, device="cuda"), 3.0, torch.tensor(0.5, device="cuda", dtype=torch.float64)]
     read_numbers(values)
     with no_waits_allowed():

@@ -21,7 +21,7 @@ WORDS, WIDTH = 3000, 1030
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ignored", [None, 7])
 @pytest.mark.parametrize("has_triton", [True, False])
-def test_rows_are_added_with_the_host_s_bits(
+def test_added_rows_are_bit_identical_to_host(
     dtype: torch.dtype, ignored: int | None, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_triton:

@@ -132,7 +132,7 @@ def stepped(gradients: Sequence[Any]) -> Tensor:
 
 
 @pytest.mark.usefixtures("virtual")
-def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() -> None:
+def test_flattened_gradient_is_copied_after_its_kernel() -> None:
     """The kernel that flattens a gradient is queued after the copy stream has begun to wait for the backward.
 
     The copy must therefore also wait for this kernel.

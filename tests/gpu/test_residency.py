@@ -38,7 +38,7 @@ def results_in_ram() -> dict[tuple[str, str], TieredRun]:
 @pytest.mark.parametrize(
     "optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"\nema_decay = 0.9', 'optim = "sgd"', 'optim = "adafactor"']
 )
-def test_homes_in_gpu_memory_change_no_bit(
+def test_gpu_homes_are_bit_identical_to_ram(
     optimizer: str,
     dtype: str,
     gpu: str,
@@ -115,7 +115,7 @@ def test_matrices_are_made_orthogonal_on_the_device(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"'])
-def test_updates_that_are_shared_between_host_and_device_change_no_bit(
+def test_split_updates_are_bit_identical(
     optimizer: str, dtype: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
     """All homes are in RAM.

@@ -136,7 +136,7 @@ class Steps:
     def run(self, num_steps: int) -> None:
         """Plan the part, run its steps, and report the results."""
         with tempfile.TemporaryDirectory() as folder:
-            _leave_out_what_takes_memory()
+            _skip_memory_heavy_code()
             self._count_leases()
             job = make_job(
                 OURS,
@@ -207,7 +207,7 @@ class Steps:
         self.row("alloc_retries", retries, "retries", target=0, ok=retries == 0)
 
 
-def _leave_out_what_takes_memory() -> None:
+def _skip_memory_heavy_code() -> None:
     """Replace code that would touch the tiers' pages, and fake the RAM size. Tiers can be larger than the real RAM."""
     memory = psutil.virtual_memory()
     lent = memory._replace(total=RAM_BYTES, available=FREE_RAM_BYTES)

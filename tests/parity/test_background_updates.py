@@ -88,7 +88,7 @@ def test_host_layers_update_sequentially(tiny_model: Path, tmp_path: Path, monke
     assert threads == {threading.main_thread().name}
 
 
-def test_an_error_of_an_update_ends_the_step_and_nothing_runs_on(
+def test_failed_update_ends_the_step_and_all_other_updates(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = Updater.update

@@ -96,7 +96,7 @@ def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, tempe
         torch.testing.assert_close(found, whole.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_all_words_of_the_teacher_and_none_of_its_mass_outside() -> None:
+def test_teacher_scores_that_cover_the_whole_vocabulary() -> None:
     """If the teacher's scores cover every vocabulary entry, the bucket for the rest is empty, and no result is NaN."""
     logits = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
     teacher = teacher_of((4,), 1.0, num_words=K)

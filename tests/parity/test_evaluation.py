@@ -105,7 +105,7 @@ def test_bfloat16() -> None:
     assert math.fsum(found.terms) / found.num_tokens == pytest.approx(evaluate(model, padded_batches())[0], rel=1e-3)
 
 
-def test_training_between_evaluations_repeats_its_bits() -> None:
+def test_evaluations_leave_training_bit_identical() -> None:
     config = tiny_config("gpt2", **DROPOUT)
     runner, access = make_runner(config, build_model(config))
     loss, gradients = runner.forward_backward(padded_batches(), seed=1), access.finish()
@@ -125,7 +125,7 @@ def test_micro_batches_without_labels_add_nothing() -> None:
     assert (nothing.terms, nothing.num_tokens) == ((), 0)
 
 
-def test_nan_in_the_weights_is_a_loss_that_is_nan() -> None:
+def test_nan_weight_gives_nan_loss() -> None:
     config = tiny_config("llama", tied=False)
     model = build_model(config)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def in_ram(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeR
     return train(tmp_path_factory.mktemp("in_ram"), tiny_model, PLACEMENTS["RAM"])
 
 
-def test_evaluations_change_no_bit_and_read_every_weight_from_drives(
+def test_evaluations_do_not_affect_training_and_read_every_weight_from_drives(
     tiny_model: Path, tmp_path: Path, without: WholeRun, in_ram: WholeRun
 ) -> None:
     run = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"])
@@ -235,7 +235,7 @@ def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: Whole
     assert any(">> " in line for line in report_lines(figures))
 
 
-def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: WholeRun) -> None:
+def test_stopped_sampling_frees_its_memory(sampled: WholeRun) -> None:
     sampler = sampled.trainer.prepare().samplers["trained"]
     with Trainer(sampled.config, plan=sampled.plan).open() as opened:
         opened.load()
@@ -376,7 +376,7 @@ def test_evaluations_and_checkpoints_at_the_same_and_other_steps(
     assert run.summary.link_bytes == {link: NUM_STEPS * each_step[link] + passes[link] for link in passes}
 
 
-def test_fewer_rows_at_a_time_and_of_all(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
+def test_eval_batch_size_and_max_samples(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     narrow = train(tmp_path / "narrow", tiny_model, PLACEMENTS["RAM"], evaluation="per_device_eval_batch_size = 1")
     assert [metrics.step for metrics in narrow.told.evaluations] == [5, 5]
     for mine, theirs in zip(logged(narrow), logged(in_ram)[-2:], strict=True):

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_that_take_turns_give_the_bits_of_gradients_that_are_held(
+def test_shared_gradient_blocks_are_bit_identical_to_held_gradients(
     case: str, models: dict[str, Path], tmp_path: Path, baseline: Callable[..., TieredRun]
 ) -> None:
     model, numbers, placement = CASES[case]

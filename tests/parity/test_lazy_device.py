@@ -26,7 +26,7 @@ ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nacti
 @pytest.mark.parametrize(("placement", "past_ram"), [("", False), (ALL_NVME, False), (ALL_NVME, True)])
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_over_cuda_links_gives_the_bits_of_ram(
+def test_cuda_links_are_bit_identical_to_ram(
     dtype: str,
     order: str,
     placement: str,

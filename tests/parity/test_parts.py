@@ -102,7 +102,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("name", "placement"), CASES)
-def test_parts_change_no_bit_and_move_as_planned(
+def test_parts_are_bit_identical_and_move_as_planned(
     name: str, placement: str, wholes: dict[str, TieredRun], tiny_model: Path, tmp_path: Path, small_parts: None
 ) -> None:
     options = {"nvme": 1, **RUNS[name], **PLACEMENTS[placement]}

@@ -98,7 +98,7 @@ def test_continued_in_any_placement(
     ids=["RAM", "NVMe", "mixed", "GPU", "some GPU", "past RAM"],
 )
 @pytest.mark.parametrize("mode", ["", "async_save = false"], ids=["async", "sync"])
-def test_saving_every_step_changes_no_bit(
+def test_saving_every_step_is_bit_identical(
     mode: str, placement: dict[str, Any], tiny_model: Path, tmp_path: Path, unbroken: WholeRun
 ) -> None:
     saved = train(tmp_path / "w", tiny_model, placement, checkpoint=f"save_steps = 1\n{mode}")
@@ -288,7 +288,7 @@ def test_fewer_steps_than_were_saved_only_export(tiny_model: Path, tmp_path: Pat
     assert not done.told.checkpoints, "step 4 is already saved"
 
 
-def test_no_whole_checkpoint_is_an_error_that_names_them(tiny_model: Path, tmp_path: Path) -> None:
+def test_error_if_no_checkpoint_is_complete(tiny_model: Path, tmp_path: Path) -> None:
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     for file in (tmp_path / "w/out/checkpoints/snap").rglob("c/0"):
         file.unlink()

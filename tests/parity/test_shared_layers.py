@@ -27,7 +27,7 @@ def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_tokenizer(folder)
 
 
-def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zamba: Path, tmp_path: Path) -> None:
+def test_recompute_inputs_are_planned_together(zamba: Path, tmp_path: Path) -> None:
     """The attention block reads both the embeddings and the hidden states. The planned minimum must include both."""
     text = config_text(tmp_path, zamba, nvme=0, training='recompute = "full"')
     (tmp_path / "run.toml").write_text(text)

@@ -241,7 +241,7 @@ def test_saving_run_moves_the_traffic_of_its_stretches(
 
 
 @pytest.mark.parametrize("passes", [False, True], ids=["whole", "by part"])
-def test_micro_batches_that_no_loss_depends_on_move_as_much(
+def test_unlabeled_micro_batches_move_the_planned_bytes(
     passes: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Micro-batches run one at a time, and one has no labels. The weights for its backward are still leased."""

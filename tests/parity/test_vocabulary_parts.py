@@ -96,7 +96,7 @@ def test_product_logits_without_the_model_are_bitwise_equal(
     assert num_calls == (calls.call_count - num_calls if family == "granite" else 0), "granite divides its logits"
 
 
-def test_logits_that_something_is_made_of_come_from_the_model() -> None:
+def test_modified_logits_come_from_the_model() -> None:
     def half(module: Any, args: Any, logits: Tensor) -> Tensor:
         return logits.mul_(0.5)
 

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_wait_is_for_ever() -> Iterator[None]:
+def bounded_waits() -> Iterator[None]:
     """Make waits without a timeout fail after ``LONGEST_WAIT_S``, even in a closing store. Daemon threads may idle."""
     real = threading.Condition.wait
 

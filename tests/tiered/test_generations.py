@@ -219,7 +219,7 @@ def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
     assert not (folder / "latest").is_symlink()
 
 
-def test_a_drive_without_links_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_works_without_symlinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "not here")
 

@@ -99,7 +99,7 @@ def test_unwritten_block_exists_without_contents(store: TieredStore) -> None:
     assert store["a"].sum() == 4
 
 
-def test_a_store_is_no_value(store: TieredStore, tmp_path: Path) -> None:
+def test_store_is_truthy_and_compared_by_identity(store: TieredStore, tmp_path: Path) -> None:
     """An empty store is truthy, and stores are compared by identity, without reading blocks."""
     with make_store(tmp_path / "other") as other:
         assert store and store == store and store != other and len({store, other, store}) == 2
@@ -146,7 +146,7 @@ def test_rows_are_written_from_numpy_and_other_types_are_refused(store: TieredSt
 
 
 @pytest.mark.parametrize("mode", ["write", "wr", "W", "a", ""])
-def test_a_mode_that_there_is_not_is_refused(mode: Any, store: TieredStore) -> None:
+def test_unknown_mode_is_refused(mode: Any, store: TieredStore) -> None:
     store["a"] = torch.ones(4)
     for ask in (
         lambda: store.acquire("a", "ram", mode),

@@ -141,7 +141,7 @@ def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) ->
     assert on_drives(tmp_path) == [1, 2]
 
 
-def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path: Path) -> None:
+def test_another_stores_generation_is_not_adopted(tmp_path: Path) -> None:
     """While a store's drives are unmounted, another store commits a generation with the same number to new drives."""
     with make_store(tmp_path, "one") as store:
         commit(store, 1)

@@ -145,7 +145,7 @@ class Miser(tiered.RamTier):
         return None if is_last else super().allocate(nbytes, name=name, home=home)
 
 
-def test_a_tier_that_contradicts_itself_is_an_error_and_no_wait_for_ever() -> None:
+def test_inconsistent_tier_raises_instead_of_hanging() -> None:
     page = 4 * tiered.KiB
     with tiered.TieredStore([Miser(2 * page, name="fast", pin_memory=False), tiered.RamTier(8 * page)]) as store:
         for key in ("a", "b"):

@@ -160,7 +160,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
         store.acquire_many([]).release()
 
 
-def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_late() -> None:
+def test_walk_skips_blocks_used_in_their_home_tier() -> None:
     """Any lease may cause a walk of the schedule. Walks must cost nothing if all blocks stay at home."""
     with TieredStore([GpuTier(1 << 16, device="cpu", name="fast"), RamTier(1 << 16, name="slow")]) as store:
         for key, home in (("home", "fast"), ("away", "slow")):

@@ -279,7 +279,7 @@ def test_copy_blocked_by_the_callers_leases_stays(make: Callable[..., Hand]) -> 
     assert store.where("a")["gpu"] is CopyState.DIRTY
 
 
-def test_a_copy_that_is_pinned_before_its_lease_ends_stays_although_it_was_to_go(make: Callable[..., Hand]) -> None:
+def test_pin_cancels_a_pending_eviction(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store
     hand.add("a")

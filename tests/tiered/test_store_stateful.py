@@ -162,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert movement.occupancy.copy_bytes[tier.name] == held - movement.occupancy.home_bytes[tier.name]
 
     @invariant()
-    def what_is_looked_for_no_more_is_not_wanted(self) -> None:
+    def skipped_walks_would_fetch_nothing(self) -> None:
         """Assert that a walk of the schedule is skipped only if it would find nothing to fetch."""
         prefetcher = self.store._movement.prefetcher
         if prefetcher.schedule is not None and prefetcher.idle_state == prefetcher.fetch_state():

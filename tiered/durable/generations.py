@@ -372,7 +372,7 @@ class Generations:
         """Fill the store from the newest complete generation older than ``newest_generation``, or return None.
 
         Args:
-            problems: this method appends a sentence about each unusable generation and one about the generation it uses.
+            problems: this method appends one sentence per unusable generation, and one about the generation it uses.
         """
         for generation in newest_first(self._require_path()):
             unregister(*self._movement.blocks)
