@@ -108,6 +108,30 @@ def check_page(page: str) -> int:
     return len(drawings)
 
 
+def test_text_of_a_small_run(tmp_path: Path) -> None:
+    """Every line follows from the numbers of ``STEP`` and ``PLAN``: four steps, one evaluation and one checkpoint."""
+    assert lines_of(leave(tmp_path / "small", [4.0, 3.5, 3.0, 2.5])) == [
+        "report  small   done 4/8   8.75 s with evaluations and saves   loss 3.7500 -> 2.7500 (means of 2 steps)   "
+        "held <out> 1.5000",
+        "tiny",
+        "                       planned    measured",
+        "step s                   1.600       2.000   +25%",
+        "ram MiB                   40.0        50.0   of 64.0; planned: the least that it needs",
+        "nvme MiB                  90.0        90.0   of 100.0; planned: the least that it needs",
+        "ram->nvme MiB              1.0           -",
+        "nvme->ram MiB              1.0           -",
+        "a step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)",
+        "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed",
+        "eval    held <out>: loss 1.5000, perplexity 4.48 at step 4",
+        "tokens  400 real, 320 trained",
+        "memory  process 200.00 MiB, +0.0 MiB since its first steps; the RAM tier + 150.00 MiB of Python, libraries "
+        "and data",
+        "cpu     1.50 s user, 0.25 s system, 12,345 page faults per step",
+        "wrote   /drive   4.19 MB (1.05 MB per step, planned 1.05 MB)",
+        "saved   1 checkpoint, the last at step 4, 9.00 MiB; training waited 0.2 s for them in total",
+    ]
+
+
 def test_a_run_that_is_done(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25])
     lines = lines_of(folder)

@@ -922,3 +922,16 @@ def test_quantization_is_answered_with_a_folder_that_is_quantized(tmp_path: Path
     (tmp_path / "their.yaml").write_text(text)
     (left,) = [key for key in translate_file(tmp_path / "their.yaml").lost_keys if key.tool_key == "quantization_bit"]
     assert "name a folder that is already quantized" in left.reason
+
+
+def test_the_rank_that_the_other_tool_uses_by_default_scales_the_adapter(tmp_path: Path) -> None:
+    """LLaMA-Factory uses rank 8 and ``lora_alpha`` of twice the rank if the config has neither."""
+    _, config = translate(tmp_path, "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n")
+    assert config.lora is not None and (config.lora.r, config.lora.lora_alpha) == (8, 16)
+
+
+def test_only_columns_that_no_format_uses_are_reported(tmp_path: Path) -> None:
+    text = TRL.replace("columns: [messages]", "columns: [messages, score]")
+    translation, _ = translate(tmp_path, text)
+    reported = [omitted for omitted in translation.lost_keys if "columns" in str(omitted)]
+    assert len(reported) == 1 and "score" in str(reported[0]) and "messages" not in str(reported[0])
