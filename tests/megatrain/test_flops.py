@@ -105,7 +105,7 @@ def test_flops_depend_on_padding_and_labels() -> None:
 
 def test_made_up_values_give_no_count() -> None:
     config = tiny_config("mixtral")
-    config._experts_implementation = "eager"  # loops over the experts that were hit
+    config._experts_implementation = "eager"  # a loop over the experts that got tokens
     trace = trace_of(config)
     assert not trace.exact and all_of(trace) == StepFlops(0, 0)
 

@@ -241,7 +241,7 @@ def test_merge_into_a_tied_weight_is_refused_before_the_first_step(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-#: Options of runs that read base weights in place: all of them, or all except some with another home.
+#: Options of runs that read base weights in place: either all of them, or all except those with another home.
 IN_PLACE: dict[str, dict[str, Any]] = {
     "folder": {"nvme": 0, "placement": 'weights = ["folder"]'},
     "folder and NVMe": {"nvme": 1, "placement": ALL_NVME.replace('["nvme"]', '["folder", "nvme"]', 1), "ram": "8MiB"},

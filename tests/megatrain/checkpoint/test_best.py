@@ -61,7 +61,7 @@ def test_patience_matches_transformers(
         first_is_nan = best is not None and math.isnan(best.value)
         best = spec.after(best, step, value)
         if first_is_nan or math.isnan(values[0]):
-            return  # transformers never finds a value that is better than NaN
+            return  # transformers considers no value better than NaN
         assert (best.value, best.step) == (state.best_metric, state.best_global_step)
         assert spec.is_over(best) == control.should_training_stop
         if control.should_training_stop:
@@ -112,7 +112,7 @@ def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:
 def test_another_figure_is_not_compared_with_the_best_so_far(run: SavedRun) -> None:
     one = {"checkpoint": "load_best_model_at_end = true"}
     train(run, "", steps=4, **one)
-    assert json.loads((run.out / "final/export.json").read_text())["step"] == 2  # the largest loss
+    assert json.loads((run.out / "final/export.json").read_text())["step"] == 2  # step 2 has the largest loss
     least = WORST.replace("true", "false")
     result = run.run(more=f"{EVAL}[evaluation]\n{least}", steps=8, **one)
     assert result.exit_code == 0, result.output

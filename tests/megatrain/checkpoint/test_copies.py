@@ -53,7 +53,7 @@ def copied_steps(run: SavedRun) -> list[object]:
 
 @pytest.fixture
 def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make training wait for every copy, so that the set of copies does not depend on time."""
+    """Make training wait for every copy, so that the set of copies does not depend on timing."""
     offer = LocalCopier.offer
 
     def offer_and_wait(self: LocalCopier, *arguments: Any, **options: Any) -> None:
@@ -338,7 +338,7 @@ def verified(run: SavedRun) -> Any:
 
 
 def test_copied_folder_is_read_from_its_drives(run: SavedRun, tmp_path: Path) -> None:
-    """With two paths, arrays on the first path link to files on the second path by absolute names."""
+    """With two drive folders, arrays in the first link to files in the second by absolute paths."""
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     sound, damaged = (run.copy(tmp_path / name) for name in ("sound", "damaged"))
     (file,) = (damaged.folder / "two/snap").glob("00000002/model.layers.0/m/c/1")
@@ -374,7 +374,7 @@ def test_folders_outside_a_copy_are_named_by_every_command(run: SavedRun, tmp_pa
 
 
 def test_a_copy_next_to_the_drives_of_another_run(run: SavedRun, tmp_path: Path) -> None:
-    """Both runs have folders and blocks of the same names. The copied run still reads from the recorded drives."""
+    """Both runs have folders and blocks with the same names. The copied run still reads from the recorded drives."""
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     other = run.copy(tmp_path / "other")
     for name in ("one", "two", run.out.name):

@@ -68,7 +68,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def test_a_checkpoint_of_ranks_with_muon_continues_with_one_process(tmp_path: Path) -> None:
-    """Several processes can no longer share Muon's matrices, and are refused. One process gets the same bits."""
+    """Several processes can no longer share Muon's matrices, and are refused.
+
+    One process continues bit-identically to a fresh run.
+    """
     run, fresh = unpack("muon_ranks", tmp_path), unpack("muon_ranks", tmp_path / "fresh")
     (info,) = RunInventory(run.out).entries
     assert (info.checkpoint.step, info.checkpoint.world, info.problem) == (2, 2, None)

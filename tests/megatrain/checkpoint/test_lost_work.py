@@ -55,7 +55,7 @@ def test_outdated_top_file_still_resumes_the_newest_checkpoint(top: int | None, 
 
 
 def test_run_with_only_incomplete_checkpoints_does_not_restart(run: SavedRun) -> None:
-    """A copy of a live run may hold the top file, and only a part of each generation."""
+    """A copy of a live run may hold the top file, but only part of each generation."""
     folder = run.out / "checkpoints"
     for path in folder.glob("snap/*/MANIFEST.json"):
         path.unlink()

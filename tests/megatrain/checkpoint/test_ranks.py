@@ -31,7 +31,8 @@ from megatrain.ranks.world import rank_folder_name, store_paths
 from tiered import GenerationReader, NvmeTier, RamTier, TieredStore, list_generations
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
 
-#: Elements of each unsharded block: less than one shard, several shards, or not divisible by any number of ranks.
+#: Elements of each unsharded block. Shards consist of units of 65,536 elements: a block may have less than one unit, or
+#: more than five.
 SIZES = {"norm/weight": 1024, "layer/weight": 5 * 65_536 + 3072, "layer/m": 65_536, "layer/v": 2 * 65_536}
 PATIENCE_S = 20.0
 
@@ -157,7 +158,7 @@ def test_document_limits_the_checkpoints_that_stores_keep(tmp_path: Path) -> Non
 
 
 def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: Path) -> None:
-    """A copy of a live run may lack ``RANKS.json``. Its generations are then no checkpoints, but stay for a while."""
+    """A copy of a live run may lack ``RANKS.json``. Its generations are then not checkpoints, but stay for a while."""
     write(tmp_path, 2, [1, 2])
     folder = tmp_path / "checkpoints"
     (folder / "RANKS.json").unlink()
@@ -193,7 +194,7 @@ def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: 
 
 
 def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:
-    """If only one rank has the next generation, the document stays, and the next start resumes its checkpoint."""
+    """If only one rank has the next generation, the document is unchanged. The next start resumes its checkpoint."""
     (before,) = write(tmp_path, 2, [1])
     with rank_store(tmp_path, 0, 2) as store:
         store.load(before.ranks[0].generation)

@@ -97,8 +97,11 @@ def be_an_empty_machine(run: SavedRun) -> None:
 
 
 def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3: S3) -> None:
-    """A run is killed during its second upload. An empty machine resumes from the first copy, with the same bits."""
-    s3.line.stall_after = 2_400_000  # one copy has 1.6 MB, plus headers
+    """A run is killed during its second upload.
+
+    An empty machine resumes from the first copy, and its result is bit-identical.
+    """
+    s3.line.stall_after = 2_400_000  # in the second copy: each copy takes 1.6 MB, plus headers
     process = run.start(**to_s3(**ON_DRIVE))
     try:
         assert s3.line.stalled.wait(60), "the second upload did not begin"

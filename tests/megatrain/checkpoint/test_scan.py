@@ -60,7 +60,7 @@ def test_save_number_takes_precedence_over_clocks() -> None:
     own = [counted(5, 5, "2026-11-28T10:02"), counted(4, 4, "2026-11-28T10:01"), counted(3, 3, "2026-11-28T12:00")]
     copy = replace(own[2], folder=Path("copies"))
     assert merge_by_save(own, [copy]) == [*own, copy]
-    # One process continued a run of ranks. The checkpoint of the ranks has a larger generation number and a later time,
+    # One process continued a run of several ranks. Their checkpoint has a larger generation number and a later time,
     # but is older.
     of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
     assert merge_by_save(own, [of_ranks]) == [*own, of_ranks] == merge_by_save([of_ranks], own)
@@ -83,7 +83,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, 0, lambda item: [item], 2, print)
     known = [of_one(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
     assert folder.newest(known, 2) == known[2:] and folder.newest(known, 0) == []
-    # The best checkpoint is identified by its generations, as a checkpoint of ranks may have the same number.
+    # The best checkpoint is identified by its generations, as a checkpoint of several ranks may have the same number.
     folder.best = replace(known[0], folder=tmp_path, lanes=9)
     assert folder.newest(known, 2) == [known[0], *known[2:]] and folder.newest(known, 0) == known[:1]
     folder.best = replace(known[0], ranks=(RankGeneration("rank00000", 1, "0" * 16),))

@@ -43,7 +43,7 @@ path = "chat.jsonl"
 
 
 def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
-    """Return how a value violates the schema. Fails if the schema uses a keyword that is not in `known`."""
+    """Return how a value violates the schema. Every keyword of the schema must be in `known`."""
     known = {"type", "enum", "const", "anyOf", "pattern", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
     known |= {"multipleOf", "minLength", "minItems", "items", "properties", "required", "additionalProperties"}
     known |= {"propertyNames", "description", "default", "examples", "title", "$schema"}

@@ -1,4 +1,4 @@
-"""Attention within documents equals Hugging Face on separate documents, without memory quadratic in the row length."""
+"""Attention within documents matches Hugging Face on separate documents, without memory quadratic in the row length."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.M
 
 
 def test_padding_in_front_and_masks_of_another_kind_are_made() -> None:
-    """Padding after a text needs no dense mask. Padding elsewhere and unrecognized mask patterns get a dense mask."""
+    """Padding after a text needs no dense mask. Padding elsewhere needs one, and so do unrecognized mask patterns."""
     with attention_by_documents():
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -299,7 +299,7 @@ def test_documents_are_cut_into_calls_that_take_bounded_workspace() -> None:
 def test_a_plan_for_a_gpu_counts_the_kernel(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of 64k packed tokens needs as much memory as one document of 64k tokens, and no 64k x 64k mask.
 
-    The layer has the size of one in a 7B model. A GPU in the planning machine changes what torch's queries return.
+    The layer is as large as in a 7B model. A GPU in the planning machine changes what torch's queries return.
     """
     monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     config = tiny_config(

@@ -27,7 +27,7 @@ def most_held(family: str, length: int, attention: str = "sdpa", **options: bool
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("padded", [True, False])
 def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> None:
-    """Rows are packed, padded or one document each. Models have sliding windows or none."""
+    """This holds for rows with and without padding, and for models with and without sliding windows."""
     half = most_held(family, 2048, padded=padded)
     assert 1.9 * half < most_held(family, 4096, padded=padded) < 2.1 * half < 4096 * 4096
 

@@ -43,7 +43,7 @@ def test_every_piece_of_a_text_begins_with_it(with_bos: Any) -> None:
     dataset = encode(with_bos, Document(TEXT, "a.txt"))
     pieces = documents(dataset)
     bos, eos = with_bos.bos_token_id, with_bos.eos_token_id
-    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 1  # and the end token
+    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 1  # plus the end token
     assert len(pieces) == -(-num_tokens // (LENGTH - 1)) > 3
     assert all(tokens[0] == bos and bos not in tokens[1:] for tokens, _ in pieces)
     assert {len(tokens) for tokens, _ in pieces[:-1]} == {LENGTH}
@@ -89,10 +89,10 @@ def test_text_is_only_split_without_a_bos_tokenizer(tokenizer: Any) -> None:
 @pytest.mark.parametrize("max_length", [1024, 3, 2])
 def test_pieces_of_any_length(max_length: int, with_bos: Any) -> None:
     dataset = encode_rows([Document(TEXT, "a.txt")], RowEncoder(with_bos), max_length=max_length)
-    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 2  # with its start and end tokens
+    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 2  # plus the start and end tokens
     assert int(dataset.lengths().max()) == min(max_length, num_tokens)
     begins = [tokens[0] == with_bos.bos_token_id for tokens, _ in documents(dataset)]
-    assert all(begins) or max_length == 2  # only <bos> and one untrained token fit
+    assert all(begins) or max_length == 2  # with a length of 2, only <bos> and one untrained token fit
 
 
 def test_packed_documents_begin_at_position_0(with_bos: Any) -> None:

@@ -64,7 +64,7 @@ def test_text_is_verbatim_with_a_dummy_space(words: Any, prompt: str, completion
 @pytest.mark.parametrize(("prompt", "completion"), [(prompt, completion) for prompt, completion, _ in BORDERS])
 @pytest.mark.parametrize("trims", [False, True])
 def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) -> None:
-    """Offsets of some tokenizers leave out the white space of a token."""
+    """The offsets of some tokenizers leave out a token's white space."""
     from tokenizers import Tokenizer
     from tokenizers.processors import ByteLevel
 
@@ -74,8 +74,8 @@ def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) 
     encoded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion(prompt, completion, "x"))
     assert tokenizer.decode(encoded.tokens) == f"{prompt}{completion}<|endoftext|>"
     encoded = encode_row(RowEncoder(tokenizer), PromptCompletion(prompt, completion, "x"))
-    # The expected mask is made by hand: this tokenizer keeps every byte, so the tokens' sizes give their places in the
-    # text.
+    # The expected mask is computed by hand: this tokenizer keeps every byte, so the tokens' sizes give their places in
+    # the text.
     sizes = [len(bytes_of(tokenizer, token)) for token in encoded.tokens[:-1]]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     expected = [end > len(prompt.encode()) for end in ends]

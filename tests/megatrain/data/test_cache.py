@@ -132,7 +132,7 @@ def test_changed_contents_make_another_entry(data: Path, tmp_path: Path) -> None
     before = load(config)
     stamp = data.stat()
     text = data.read_text()
-    data.write_text(text.replace("Ishmael", "Ishmaxl"))  # of the same size
+    data.write_text(text.replace("Ishmael", "Ishmaxl"))  # same size
     os.utime(data, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     after = load(config)
     assert before.fingerprint() != after.fingerprint()

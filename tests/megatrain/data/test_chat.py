@@ -39,7 +39,7 @@ GENERATION_MARKERS = (
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-DROPS_OLD_THOUGHTS = (  # thoughts of earlier turns are removed, an empty thought is put before a last turn without one
+DROPS_OLD_THOUGHTS = (  # earlier turns lose their thoughts; a last turn without one gets an empty thought
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% set answer = m['content'].split('</think>')[-1].lstrip('\n') %}"
     "{% if loop.last %}{% if '</think>' in m['content'] %}{{ m['content'] }}{% else %}<think>\n\n</think>\n\n{{ answer }}{% endif %}"

@@ -88,7 +88,7 @@ def test_a_config_that_joins(tmp_path: Path, tokenizer: Any) -> None:
     )
     dataset = load_dataset(resolve_data(load_config(path).config), tokenizer)
     first = len(encode(tokenizer, *TEXTS))
-    assert dataset.source_starts == (0, first, 2 * first)  # texts of two sources share no row
+    assert dataset.source_starts == (0, first, 2 * first)  # no row has texts of two sources
     assert [counts.num_rows_lost for counts in dataset.report.sources] == [1, 1]
     apart = load_dataset(resolve_data(load_config(path, overrides=["packing=true"]).config), tokenizer)
     assert (len(apart), len(dataset)) == (32, 26)  # a separate cache entry

@@ -122,7 +122,7 @@ def test_a_folder_without_splits_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_only_files_of_mds_shards_are_refused(tmp_path: Path) -> None:
-    """Files converted as the error message asks may keep the shard's name. A folder of this name is no shard."""
+    """Files converted as the error message asks may keep the shard's name. A folder with this name is not a shard."""
     names = ["old.mds/b.jsonl", "shard.00000.mds.jsonl", "shard.00001.mds.parquet"]
     path = folder_with(tmp_path, *reversed(names))
     assert [file.relative_to(path).as_posix() for file in find_files(path)] == names

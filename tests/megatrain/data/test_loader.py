@@ -25,7 +25,10 @@ PAD = 0
 
 
 def dataset_of(lengths: list[int]) -> TokenDataset:
-    """Return documents whose tokens count up from 1 through the dataset. Even tokens are trained, except first ones."""
+    """Return documents whose tokens count up from 1 through the dataset.
+
+    Even tokens are trained on, except each document's first.
+    """
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(1, starts[-1] + 1, dtype=np.int32)
     trained = tokens % 2 == 0
@@ -100,7 +103,7 @@ def test_last_step_is_padded_with_untrained_rows(packing: bool) -> None:
     assert loader.steps_per_epoch == 2
     assert first.num_real_tokens == 6 * 16
     assert last.num_real_tokens == 2 * 16
-    for micro in last.micro_batches[:2]:  # dealt in turn: the two rows go to two micro-batches
+    for micro in last.micro_batches[:2]:  # rows are dealt in turn, so the two rows go to two micro-batches
         assert (micro["labels"] != IGNORED_LABEL).any(dim=1).tolist() == [True, False]
     empty = last.micro_batches[2]
     assert (empty["labels"] == IGNORED_LABEL).all()
@@ -159,7 +162,7 @@ def test_num_steps() -> None:
 
 
 def test_packed_documents_do_not_see_each_other(tokenizer: Any) -> None:
-    """Hugging Face models separate packed documents by positions, so a document's logits are as if it were alone."""
+    """Hugging Face models separate packed documents by position, so each document has the same logits as on its own."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,

@@ -1,4 +1,4 @@
-"""Dropped or cut rows and tokens are counted per source. Too many cause a warning, and even more an error."""
+"""Dropped or cut rows and tokens are counted per source. Too many cause a warning, and still more cause an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_dropped_overlong_rows_count_all_their_tokens(tmp_path: Path, tokenizer:
 
 def test_pieces_of_text_are_no_loss(tmp_path: Path, tokenizer: Any) -> None:
     (counts,) = load(tmp_path, tokenizer, [{"text": "Call me Ishmael. " * 200}, {"text": ""}])[1].sources
-    num_tokens = len(tokenizer("Call me Ishmael. " * 200)["input_ids"]) + 1  # and the end token
+    num_tokens = len(tokenizer("Call me Ishmael. " * 200)["input_ids"]) + 1  # plus the end token
     assert (counts.num_rows_lost, counts.num_tokens_lost, counts.num_tokens) == (1, 0, num_tokens)
 
 

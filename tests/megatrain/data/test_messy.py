@@ -1,4 +1,4 @@
-"""Messy chats of real users: every row is trained, or dropped with a count, a reason and an example."""
+"""Messy chats of real users: every row is trained on, or dropped with a count, a reason and an example."""
 
 from __future__ import annotations
 

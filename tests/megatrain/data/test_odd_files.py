@@ -1,4 +1,4 @@
-"""Files as spreadsheets, downloads and other tools write them, with unusual column names, separators and layouts."""
+"""Files from spreadsheets, downloads and other tools, with unusual column names, separators and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference data: every way to write the rows, their errors, and the batches that are made of them."""
+"""Preference data: every way to write the rows, errors in them, and the batches that are made from them."""
 
 from __future__ import annotations
 

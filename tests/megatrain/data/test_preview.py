@@ -93,8 +93,9 @@ def test_overlong_rows_are_marked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [{}, {"train_batch_tokens": 4 * 32}], ids=["rows", "tokens"])
 def test_padding_matches_real_micro_batches(tmp_path: Path, batch: dict[str, int]) -> None:
-    """A step may be set in tokens, and the planner cuts it into micro-batches. The rows are sorted by length on
-    purpose.
+    """A step may be given in tokens, which the planner splits into micro-batches.
+
+    The rows are sorted by length on purpose.
     """
     rows = [{"text": "The whale " * count} for count in (1, 1, 1, 1, 2, 2, 6, 6, 6, 9, 9, 9)]
     config = make_config(tmp_path, rows, packing=False, max_length=32)

@@ -122,7 +122,7 @@ def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RowKind:
 
 
 def problem_of(line: str, table: str) -> str:
-    """Add a line to a table of the config, and return the only problem of the config."""
+    """Add a line to a table of the config, and return the config's only problem."""
     Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART).replace(table, f"{table}\n{line}"))
     with pytest.raises(ConfigError) as caught:
         load_config("run.toml")

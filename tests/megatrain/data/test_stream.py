@@ -1,4 +1,4 @@
-"""Streamed rows equal rows that are read at once, from any step on, in the proportions of the weights."""
+"""Streamed rows equal rows that are read at once, from any step on, and are mixed according to the sources' weights."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def test_sources_that_cannot_be_read_are_listed(tmp_path: Path, streaming: bool)
     (tmp_path / "file").touch()
     paths = [str(tmp_path / "gone"), str(tmp_path / "a.jsonl")]
     train = [{"path": path, "format": "text"} for path in paths]
-    cache_dir = str(tmp_path / "file" / "tokens")  # a folder that cannot be made
+    cache_dir = str(tmp_path / "file" / "tokens")  # a folder that cannot be created
     table = DataConfig.model_validate({"train": train, "streaming": streaming, "cache_dir": cache_dir})
     gone, changed = changed_sources(table, ["0", "1"])
     assert gone.startswith(f"data.train.0: cannot be compared: {paths[0]}: there is no such file or folder"), gone

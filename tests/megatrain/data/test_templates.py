@@ -95,7 +95,7 @@ def trained_runs(tokenizer: Any, encoded: TokenizedRow) -> list[str]:
 
 
 def expected_runs(family: str, texts: list[str]) -> list[tuple[str, str]]:
-    """Return (text with its lead-in, end of turn) of each assistant turn."""
+    """Return (text with its lead-in, end of turn) for each assistant turn."""
     known = facts(family)
     lead, end = known.get("lead", ""), known["end"]
     runs = [(lead + text if known.get("every") else text, "" if known.get("open") else end) for text in texts]
@@ -108,7 +108,7 @@ def check(tokenizer: Any, family: str, encoded: TokenizedRow, texts: list[str]) 
     assert len(runs) == len(expected), runs
     for run, (text, end) in zip(map(str.rstrip, runs), expected, strict=True):
         assert run.endswith(end), (run, end)
-        written = run.removesuffix(end).strip().replace("|> ", "|>")  # words begin with a space, even after a border
+        written = run.removesuffix(end).strip().replace("|> ", "|>")  # words begin with a space, even after "|>"
         assert written == text.strip(), (run, text)
 
 
@@ -256,7 +256,7 @@ def test_encoders_of_a_template_try_a_kind_of_conversation_within_limits_once(
 
     tokenizer.chat_template = "{# of this test #}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     monkeypatch.setattr(masks, "run_limited", fail)
-    for _ in range(2):  # a kind that failed is tried again
+    for _ in range(2):  # a kind of conversation that failed is tried again
         with pytest.raises(DataError, match="it takes more than 10 s"):
             encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     monkeypatch.setattr(masks, "run_limited", count)

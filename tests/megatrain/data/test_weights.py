@@ -1,4 +1,4 @@
-"""Weights of sources decide how many of their documents an epoch has, and are part of the fingerprint."""
+"""Source weights decide how many documents of each source an epoch has, and are part of the fingerprint."""
 
 from __future__ import annotations
 

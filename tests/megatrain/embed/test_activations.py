@@ -50,7 +50,7 @@ def gradients(parameters: list[Tensor], step: Step, context: offload_activations
 
 
 def saved_storages(step: Step, stays: Iterable[Tensor]) -> list[int]:
-    """Return the size in bytes of each storage that plain PyTorch saves for the backward, except those of ``stays``."""
+    """Return the size in bytes of each storage that plain PyTorch saves for the backward, except those in ``stays``."""
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Offloaded models of many kinds train like plain PyTorch, and have the same bits on a drive as in RAM."""
+"""Offloaded models of many kinds train like plain PyTorch, and are bit-identical on a drive and in RAM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backward in a different thread than the forward has the same bits. Autograd runs a device's backward this way."""
+"""A backward in a different thread than the forward is bit-identical. Autograd runs a device's backward this way."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from oracles.embedded import small_store
 from oracles.tiered_run import QUICKSTART
 from tiered import GpuTier, MiB, NvmeTier, RamTier, TieredStore
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses an old name of transformers
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses a deprecated name in transformers
 
 IDS = torch.randint(0, 1024, (2, 12), generator=torch.Generator().manual_seed(1))
 

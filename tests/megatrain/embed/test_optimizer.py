@@ -225,7 +225,10 @@ def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
 
 
 def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Compare averages with torch's ``AveragedModel``. Check that they work as weights, and can be saved and loaded."""
+    """Compare averages with torch's ``AveragedModel``.
+
+    Check that they can replace the weights, and be saved and loaded.
+    """
     options = dict(PLACES[place])
     tier = options.pop("tier", None)
 
@@ -291,7 +294,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             step(resumed, again, x)
         with again.averaged_parameters(), optimizer.averaged_parameters():
             assert_equal(weights_of(resumed), weights_of(module))
-        if kind == "adamw":  # if the loaded state has no averages, they start as the weights
+        if kind == "adamw":  # if the loaded state has no averages, they start from the weights
             resumed, again, _ = build("begun", seed=9, ema_decay=0.8)
             resumed.load_state_dict(weights)
             again.load_state_dict(other.full_state_dict())
@@ -461,7 +464,7 @@ def test_weights_of_one_block_have_separate_rates_and_steps(
 
 
 def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
-    """A change through ``data`` keeps the gradient's tensor and version counter, but the next step measures it."""
+    """A change through ``data`` keeps the tensor and its version counter, but the next step measures the new norm."""
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)
@@ -601,7 +604,7 @@ def test_a_second_step_without_a_backward_warns(place: str, tmp_path: Path) -> N
             megatrain.offload(module, store)
         optimizer = KINDS["adamw"](module.parameters(), store=store, **options)
         (x,) = batches(1, torch.float32)
-        optimizer.step()  # no backward ran before
+        optimizer.step()  # no backward has run yet
         run_backward(module, x, 1.0)
         optimizer.step()
         after = {name: numbers.clone() for name, numbers in module.state_dict().items()}

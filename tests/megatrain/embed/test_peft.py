@@ -19,7 +19,7 @@ from oracles.embedded import assert_same_weights, small_store
 from oracles.families import VOCAB, tiny_config
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft reads transformers' old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft reads transformers' deprecated name
     "ignore:Merging adapters:UserWarning",
 )
 IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -21,7 +21,7 @@ from tiered import CapacityError
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(tiny_config("gemma2")).save_pretrained(path)  # its head is tied
+    AutoModelForCausalLM.from_config(tiny_config("gemma2")).save_pretrained(path)  # gemma2 has a tied head
     return path
 
 

@@ -1,4 +1,4 @@
-"""Training resumes bit for bit from ``state_dict``, also with other tier sizes and folders."""
+"""Training resumes bit for bit from ``state_dict``, even with other tier sizes and folders."""
 
 from __future__ import annotations
 

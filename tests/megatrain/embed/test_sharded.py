@@ -15,7 +15,7 @@ from processes import sharded_ranks
 from processes.ranks import run_on_ranks
 from processes.sharded_ranks import CASES, STEPS, Net, load_half, loss_of, make, optimizer_of, step
 
-#: Cases in which one process gets the same bits as two ranks. Clipping adds squares in another order.
+#: Cases in which one process is bit-identical to two ranks. Clipping adds squares in another order.
 SAME_BITS_AS_ONE_PROCESS = ("fp32", "bf16")
 PAGE = 4096
 pytestmark = pytest.mark.skipif(

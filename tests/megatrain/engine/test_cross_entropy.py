@@ -1,4 +1,4 @@
-"""Cross entropy with label smoothing and z-loss, in parts of the vocabulary, matches autograd on whole logits."""
+"""Cross entropy with label smoothing and z-loss, in parts of the vocabulary, matches autograd on full logits."""
 
 from __future__ import annotations
 

@@ -83,7 +83,10 @@ def test_cublas_setting_exists_after_the_import() -> None:
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Imitate a torch that parses the setting at each product. Return the setting's values at each freed workspace."""
+    """Imitate a torch that parses the setting at each product.
+
+    Return a list that records the setting whenever workspaces are freed.
+    """
     monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
     found: list[str | None] = []
     clear = lambda: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Device and memory errors of torch become messages for users. All other errors pass unchanged."""
+"""Device and memory errors of torch become messages for users. All other errors pass through unchanged."""
 
 from __future__ import annotations
 

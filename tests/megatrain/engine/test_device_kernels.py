@@ -218,7 +218,7 @@ def logits_of(dtype: torch.dtype, *, is_masked: bool) -> tuple[Tensor, Tensor]:
 def cross_entropy(
     logits: Tensor, labels: Tensor, smoothing: float, z_loss: float, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return torch's loss and gradient for the whole logits, in fp64."""
+    """Return torch's loss and gradient for the full logits, in fp64."""
     whole = logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(whole, labels, reduction="none", label_smoothing=smoothing)
     losses = losses + z_loss * whole.logsumexp(1).square()
@@ -311,7 +311,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan counts the same memory as a step on a GPU uses. Tensors without contents reach no kernel."""
+    """A plan counts the memory that a step on a GPU would use. Tensors without contents reach no kernel."""
     monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)
     with FakeTensorMode():

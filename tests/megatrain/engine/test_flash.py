@@ -242,7 +242,7 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return Trainer(config_from_toml(text.replace('device = "cpu"', 'device = "auto"')))
 
     checked: Callable[[Any], None] = traced.check_flash
-    monkeypatch.setattr(traced, "check_flash", lambda run: None)  # the CPU takes the place of a GPU
+    monkeypatch.setattr(traced, "check_flash", lambda run: None)  # the CPU stands in for a GPU
     monkeypatch.setattr(flash, "_TEST_SHAPE", (4, 32, 64))
     for kernels in ("FA3", "FA2"):
         monkeypatch.setattr(traced, "choose_flash", lambda run, kernels=kernels: (kernels, ""))

@@ -1,4 +1,4 @@
-"""Kept graphs give the same bits as a recompute, run nothing twice, and use the traced memory."""
+"""Kept graphs are bit-identical to a recompute, run nothing twice, and use the traced memory."""
 
 from __future__ import annotations
 

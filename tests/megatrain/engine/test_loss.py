@@ -1,4 +1,4 @@
-"""A loss that the engine does not know works with whole logits and with parts of the vocabulary, in every order."""
+"""A loss that the engine does not know works with full logits and with parts of the vocabulary, in every order."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str,
 
 
 def expected_step(of_rows: Any) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients from whole logits. ``of_rows`` maps a micro-batch's log-probabilities to its loss."""
+    """Return loss and gradients of the full logits. ``of_rows`` maps a micro-batch's log-probabilities to a loss."""
     model, total = build_model(tiny_config("llama")), torch.zeros(())
     for batch in padded_batches():
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}

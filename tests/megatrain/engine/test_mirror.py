@@ -102,7 +102,7 @@ def test_an_input_that_was_changed_is_not_mirrored_any_more() -> None:
 def test_a_list_goes_to_the_device_once() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
     indices = []
-    for _ in range(2):  # passes
+    for _ in range(2):  # two passes
         mirror.register(positions, POSITIONS)
         with mirror:
             assert 4 in positions[:, [-1, 0]]

@@ -310,7 +310,7 @@ def test_trace_marks_visits_without_backward() -> None:
 
 
 def test_held_memory_does_not_grow_with_depth() -> None:
-    gc.disable()  # no tensor may wait for the collector
+    gc.disable()  # no tensor may depend on the garbage collector to be freed
     try:
         _, trace = graph_with_trace("llama", num_hidden_layers=9)
     finally:

@@ -1,4 +1,4 @@
-"""With saved results, a recompute has the same bits, runs no attention kernel twice, and needs the traced bytes."""
+"""With saved results, a recompute is bit-identical, runs no attention kernel twice, and needs the traced bytes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_the_slab_is_written_again_only_after_the_copies_have_left_it(staging: S
 
 
 def test_the_slab_grows_in_powers_of_two(staging: Staging) -> None:
-    """A slab is closed before a larger one is made, so that they never take memory at the same time."""
+    """A slab is closed before a larger one is made, so that the two never take memory at the same time."""
     sizes, slabs = [], list[HostSlab]()
 
     def make_slab(nbytes: int) -> HostSlab:

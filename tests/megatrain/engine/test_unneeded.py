@@ -1,4 +1,4 @@
-"""Matrix products that a recompute skips: which products, that no bit changes, and that a mistake gives NaN."""
+"""Products that a recompute skips: which products, that results stay bit-identical, and that a mistake gives NaN."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "gpt_neox": {"attention.dense.weight", "mlp.dense_4h_to_h.weight"},
     "cohere2": {"self_attn.o_proj.weight", "mlp.down_proj.weight"},
     # Results of routed experts are multiplied by the router's output, so the router's gradient needs them.
-    "qwen3_moe": {"mlp.down_proj.weight"},  # of the dense layer
+    "qwen3_moe": {"mlp.down_proj.weight"},  # only in the dense layer
     "deepseek_v3": {"mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
     "glm4_moe": {"mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
     # This family multiplies the experts' inputs by the router's output, not their results.
@@ -147,7 +147,7 @@ X = torch.randn(5, 4)
 
 
 class Scale(torch.autograd.Function):
-    """Function that keeps a tensor in its context, not in autograd's saved tensors."""
+    """Autograd function that keeps a tensor in its context, not in autograd's saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         h = self.a(x + self.table(ids))
-        h += self.a(x)  # in place, as models do it
+        h += self.a(x)  # in place, as real models do
         h = torch.addmm(self.bias, h.view(-1, 6), self.conv).view(h.shape)
         h = functional.linear(h, self.b.weight.t()) + self.b(h)
         return functional.linear(h, self.table.weight)

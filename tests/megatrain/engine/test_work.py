@@ -1,4 +1,4 @@
-"""The work that a trace counts for a layer equals a count by hand from the layer's formulas."""
+"""The work that a trace counts for a layer matches a count by hand from the layer's formulas."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def test_a_layer_of_llama_by_hand() -> None:
         (3 * stream, 1), (2 * stream + tokens, 1), (stream + tokens, 1), (3 * stream, 1),
         (2 * tokens, 1), (2 * tokens, 1), (3 * tokens, 1), (stream + tokens, 1),
         (2 * stream, 1), (2 * stream, 1), (3 * stream, 1), (3 * stream, 1),
-        (2 * width, 1),  # the weight's gradient into its block
+        (2 * width, 1),  # copying the weight's gradient into its block
     )  # fmt: skip
 
     def rotary_backward(numbers: int) -> Step:
-        """Count the gradient by the cosines, and those of both halves, each put into full-width zeros and added."""
+        """Count the gradient through the cosines, and those of both halves, each padded with zeros and then added."""
         times_table, half = (2 * numbers + table, 1), (3 * numbers // 2, 1)
         return total(times_table, (numbers, 1), half, half, (3 * numbers, 1), times_table, (3 * numbers, 1))
 
-    tokens_first = total((2 * queries, 1), (2 * keys, 1))  # gradients of queries and keys come with heads first
+    tokens_first = total((2 * queries, 1), (2 * keys, 1))  # gradients of queries and keys arrive with heads first
     backward = total(
         forward, (stream, 0),  # the recompute, in which a fill replaces the last product
         norm_backward, gated, gated, (3 * middle, 1), (3 * stream, 1),  # gradients of gate and up are added
@@ -102,7 +102,8 @@ def test_head_work_is_extrapolated_from_its_first_pieces() -> None:
     )
     assert many.launches == 3 * few.launches
     assert many.product_flops == 3 * few.product_flops
-    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)  # a whole gradient starts as zeros
+    # Zeroing a whole gradient moves bytes that are not proportional to the rows.
+    assert many.moved_nbytes == pytest.approx(3 * few.moved_nbytes, rel=0.1)
 
 
 class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]

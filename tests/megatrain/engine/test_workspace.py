@@ -76,7 +76,7 @@ def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 2048)
 
     def bytes_of(num_layers: int) -> tuple[int, int]:
-        """Return the most bytes that a micro-batch holds, and the workspace that each further micro-batch adds."""
+        """Return the largest number of bytes that a micro-batch holds, and the workspace that each further one adds."""
         layers = {"layer_types": ["sliding_attention"] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
         config = tiny_config("deepseek_v4", num_hidden_layers=num_layers, **layers)
         graph = build_graph(config, split_experts=True)

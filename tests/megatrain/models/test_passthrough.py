@@ -186,8 +186,8 @@ def dtypes_of(model_type: str) -> Any:
     return shrunk_config(model_type)
 
 
-#: Models that keep some weights in fp32: declared in the code, or listed as patterns with a dot (`mlp.gate.weight`), as
-#: names, or as names that apply only to float16.
+#: Models that keep some weights in fp32. They declare this in code, or list patterns with a dot (`mlp.gate.weight`),
+#: names, or names that apply only to float16.
 @pytest.mark.parametrize("model_type", ["ernie4_5_moe", "beam", "flint", "bailing_hybrid", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_weights_are_in_the_dtypes_of_from_pretrained(model_type: str, dtype: torch.dtype, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""With ``[lora]``, quantized folders are dequantized correctly and train exactly like plain folders of equal values."""
+"""Quantized models under ``[lora]`` are dequantized correctly, and train exactly like plain models of equal values."""
 
 from __future__ import annotations
 

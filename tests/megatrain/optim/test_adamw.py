@@ -142,7 +142,7 @@ def test_elements_outside_all_segments_keep_their_values() -> None:
 
 
 def test_twenty_steps_stay_within_one_ulp_per_step_of_torch() -> None:
-    """torch fuses product and sum in `lerp` and `addcmul`. It rounds once less in each, so the last bits differ."""
+    """torch fuses product and sum in `lerp` and `addcmul`, so each rounds once less, and the last bits differ."""
     size, num_steps, lr = 20_000, 20, 1e-3
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(size, generator=generator) * 0.05

@@ -1,4 +1,4 @@
-"""Every optimizer passes the suite that is shipped for user optimizers, and the suite finds broken contracts."""
+"""Every optimizer passes the suite that is shipped for users' optimizers, and the suite detects broken contracts."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def test_the_pattern_finds_fused_operations() -> None:
     assert FUSED.search("\tvmulps\t%zmm0, %zmm1, %zmm2\n") is None
 
 
-#: Program that prints numba's cache hits and misses for two rules with equal types, and a weight that each updated.
+#: Program that prints numba's cache hits and misses for two rules with equal types, and one weight that each rule
+#: updated.
 CACHED = """
 import torch
 from megatrain.optim import kernels

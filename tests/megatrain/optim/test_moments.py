@@ -74,7 +74,7 @@ def test_moments_match_the_oracle_bitwise(state_dtype: StateDtype) -> None:
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("kind", [AdamW, Lion, SGD])
 def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtype) -> None:
-    size = (1 << 20) + 70_000  # more than one range of the threads
+    size = (1 << 20) + 70_000  # longer than one range of the kernel threads
     optimizer = kind(state_dtype=state_dtype, seed=SEED)
     blocks = new_blocks(optimizer, size)
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(1))
@@ -91,9 +91,7 @@ def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtyp
 
 
 def test_the_mean_of_random_roundings_is_the_number() -> None:
-    """With random rounding, the mean of the stored moments stays exact. Rounding to nearest would change it by over 1
-    %.
-    """
+    """With random rounding, the mean of stored moments stays exact. Rounding to nearest would change it by over 1%."""
     optimizer = AdamW(beta1=0.999, threads=KernelThreads(1), state_dtype="bfloat16")
     size, blocks = 65_536, new_blocks(AdamW(state_dtype="bfloat16"), 65_536)
     for step in range(1, 101):
@@ -118,7 +116,7 @@ def test_codes_round_to_the_nearest_number(signed: bool) -> None:
     expected, expected_scales = encode_blocks(numbers, signed)
     assert (codes.numpy() == expected).all() and (scales.numpy() == expected_scales).all()
     optimizer = SGD(momentum=0.5, threads=KernelThreads(1), state_dtype="int8")
-    if signed:  # the kernel rounds as the function on the host does
+    if signed:  # the kernel rounds as the host function does
         blocks = new_blocks(optimizer, numbers.size)
         optimizer.update(blocks, torch.from_numpy(numbers), [Segment(0, 3000, 0.0)], Update(1, 0.0))
         assert torch.equal(blocks["m"], codes) and torch.equal(blocks["m_scale"], scales)

@@ -90,7 +90,7 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
     assert not all(kind.has_weight_layout(layer) for kind in kinds)
     assert all(kind.has_weight_layout(head) for kind in kinds)
     assert 8 < bytes_per_parameter(kinds, layer) < 8.1 and bytes_per_parameter(kinds, head) == 12
-    # The head has the same bits if it is updated in parts.
+    # Updating the head in parts is bit-identical.
     (cut,) = split_into_parts([head])
     cut = replace(cut, parts=(range(65_536), range(65_536, head.num_elements)))
     (segment,) = build_segments(head, 0.1, (), kinds=kinds)

@@ -266,7 +266,8 @@ def test_interpreted_norms_have_the_host_s_bits(
 ) -> None:
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
     monkeypatch.setattr(on_device, "_partials_in_torch", None)
-    assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")  # takes seconds
+    # Few sizes, because the interpreter takes seconds per block.
+    assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")
 
 
 def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
@@ -320,7 +321,7 @@ PER_ELEMENT = {
 def operations(
     kernels: ModuleType, form: str, split_master: bool, grad_dtype: torch.dtype, *, has_rows: bool, **options: Any
 ) -> Counter[str]:
-    """Return the count of each fp32 operation in the PTX of a device of compute capability 9.0."""
+    """Return the count of each fp32 operation in the PTX for compute capability 9.0."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     bits, host = {torch.float32: "*fp32", torch.bfloat16: "*i16"}, HOSTS[form]

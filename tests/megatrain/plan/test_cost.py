@@ -1,4 +1,4 @@
-"""Predicted times, bottlenecks, T* and wear equal calculations by hand, and missing measurements are reported."""
+"""Predicted times, bottlenecks, T* and wear match calculations by hand, and missing measurements are reported."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
 
 
 def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
-    """All blocks are in GPU memory: no bus traffic, no host updates, and the GPU updates after it has computed."""
+    """All blocks are in GPU memory: no bus traffic, no host updates, and the GPU updates after the backward."""
     planned = plan_run(
         resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
     )
@@ -467,7 +467,7 @@ def planned_with(folder: Path, optimizer: str, **tables: str) -> Plan:
 def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
     optimizer: str, touched: int | None, tmp_path: Path
 ) -> None:
-    """Times are scaled from AdamW's 28 bytes per parameter. Optimizers that also compute more are not predicted."""
+    """Times are scaled from AdamW's 28 bytes per parameter. Optimizers that compute more are not predicted."""
     plan = planned_with(tmp_path, optimizer)
     found = estimate(plan, tmp_path)
     if touched is None:
@@ -593,7 +593,7 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_plan_reports_the_estimate(tmp_path: Path) -> None:
-    """The planner reads the profile file: the test plans without the file, with it, and with a damaged file."""
+    """The planner reads the profile file. The test makes plans without the file, with it, and with a damaged file."""
     path = config_at(tmp_path, nvme=2, ram="6MiB")
     before = plan_run(resolve(load_config(path).config)).estimate
     assert before is not None

@@ -1,4 +1,4 @@
-"""Predicted times equal times that are counted from the tape by code independent of the estimate.
+"""Predicted times match times that are counted from the tape by code independent of the estimate.
 
 Only people read these times, so no other test would reveal a mistake for several processes or for paths that share a
 drive.
@@ -138,7 +138,7 @@ def test_seconds_of_drives_and_updates(
 
 
 def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -> None:
-    """The only extra is padding of shards to equal lengths: less than 65,536 elements per rank and layout."""
+    """The only extra elements are padding of shards to equal lengths: fewer than 65,536 per rank and layout."""
     alone = updated_by(plans["one process"])
     for world, (size, _) in WORLDS.items():
         padding = size * 65_536 * len(plans[world].graph.layouts)

@@ -28,7 +28,7 @@ def config_of(folder: Path, tiers: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("total", "tiers", "expected"),
     [
-        (140 * GiB, "", 133 * GiB),  # 5 % of the memory is more than libraries need
+        (140 * GiB, "", 133 * GiB),  # 5% of the memory is more than libraries need
         (16 * GiB, "", 15 * GiB),
         (4 * GiB, "", 4 * GiB - 4 * GiB // 10),  # the margin is at most a tenth
         (140 * GiB, '[tiers]\nsafety_margin = "512MiB"\n', 139 * GiB),

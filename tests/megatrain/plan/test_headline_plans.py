@@ -143,7 +143,7 @@ def test_a_headline_is_a_plan(row: Headline, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S + 20)
 def test_adapters_of_671b_on_one_4090(tmp_path: Path) -> None:
-    """The weights stay in the model's folder, and RAM holds some experts of a layer at a time."""
+    """The weights stay in the model's folder, and RAM holds only some of a layer's experts at a time."""
     row = Headline(
         "671b_lora_on_a_4090", "DeepSeek-V3-671B", "rtx4090-128gb", 1, 671_123_410_944, 8192, length=2048,
         changes=(

@@ -168,9 +168,10 @@ def test_micro_batches_run_sequentially_if_it_reduces_the_cost(tmp_path: Path) -
     updates_s, compute_s = (chosen.estimate.seconds[name] for name in ("optimizer", "compute"))
     # Updates overlap only the last micro-batch's forward, which is at most a third of its compute time.
     assert compute_s + updates_s - compute_s / 48 / 3 < chosen.estimate.step_s < by_layer.estimate.step_s
-    # A forward is a fourth of a step that recomputes everything.
+    # A forward is a quarter of a step that recomputes everything.
     assert 0.75 * flops_per_token(by_layer) < flops_per_token(chosen) < flops_per_token(by_layer)
-    # By layer is better if the results of two micro-batches fit, or if weights would move for each micro-batch.
+    # The order "layer" is better if the results of two micro-batches fit, or if weights would move for each
+    # micro-batch.
     assert [plan(2, 6).run.batch.order, plan(16, 3).run.batch.order] == ["layer", "layer"]
 
 

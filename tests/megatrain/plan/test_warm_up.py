@@ -45,7 +45,7 @@ class WatchedOptimizer:
 
 
 def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimizer, WatchedOptimizer]:
-    """Return config and plan of a tiny bf16 model with a GPU tier, and the watched optimizers of host and device."""
+    """Return the config and plan of a tiny bf16 model with a GPU tier, and the watched host and device optimizers."""
     precision = 'compute_dtype = "bfloat16"\n' + tables.pop("precision", "")
     model = write_tiny_model(folder / "model")
     text = config_text(folder, model, nvme=0, gpu="64MiB", precision=precision, **tables)

@@ -98,7 +98,7 @@ def test_one_rank_ends_all(tmp_path: Path, way: str, code: int, says: str) -> No
     ],
 )
 def test_ranks_without_a_launcher_watch_each_other(tmp_path: Path, way: str, code: int, says: str) -> None:
-    patience = ["*:patient"] if "kill" in way else []  # a broken collective is detected before silence
+    patience = ["*:patient"] if "kill" in way else []  # a broken collective is detected before a missing heartbeat
     codes, err = alone(3, tmp_path, way, *patience)
     culprit = int(way[0])
     assert [each for rank, each in enumerate(codes) if rank != culprit] == [code, code], err

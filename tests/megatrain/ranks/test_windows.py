@@ -1,4 +1,4 @@
-"""The memory of a rank's full copies and sums equals the plan exactly, on one host and on several hosts."""
+"""The memory of a rank's full copies and sums matches the plan exactly, on one host and on several hosts."""
 
 from __future__ import annotations
 

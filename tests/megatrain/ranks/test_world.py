@@ -39,7 +39,7 @@ def test_ranks_of_torchrun_and_srun() -> None:
 
 
 def test_without_ranks() -> None:
-    """A batch script of Slurm has the variables of its job, but it is not a rank."""
+    """A Slurm batch script has its job's variables, but it is not a rank."""
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}
     for environment in ({}, batch, {"RANK": "0"}):
         assert numbers(World.from_environment(environment)) == numbers(World.single()) == (0, 1, 0, 1, 1, 0)

@@ -1,4 +1,4 @@
-"""A run's folder: one owner at a time, a status that is always complete, and no leftovers of a run that never began."""
+"""A run's folder: one owner at a time, an always complete status, and no leftovers from a run that never began."""
 
 from __future__ import annotations
 

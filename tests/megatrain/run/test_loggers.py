@@ -1,4 +1,4 @@
-"""Requested loggers are made, repeated steps are not logged twice, and a failing logger does not end a run."""
+"""Requested loggers are created, repeated steps are not logged twice, and a failing logger does not end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals of a run: requests to stop, immediate ends, and a closed terminal."""
+"""Signals of a run: requests to stop, immediate stops, and a closed terminal."""
 
 from __future__ import annotations
 

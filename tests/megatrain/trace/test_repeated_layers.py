@@ -1,4 +1,4 @@
-"""Layers that repeat an earlier one: the trace equals a trace that runs every layer, but most layers do not run."""
+"""Layers that repeat an earlier one: the trace equals one that runs every layer, although most layers do not run."""
 
 from __future__ import annotations
 

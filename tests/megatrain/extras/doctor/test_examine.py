@@ -109,14 +109,14 @@ def test_attention_and_layer_rest_count_their_work(monkeypatch: pytest.MonkeyPat
     attention, moved = processors.layer_rates(torch.device("cpu"), torch.float32, 1.0)
     assert attention == (2 + 2.5) * 2 * 2 * 8 * 1024 * 1024 * 64 / 2
     array = 4 * 2048 * 1024
-    # Array reads and writes: 2 for the squares, 1 for the mean, 2 for the product with the root, 2 for SiLU, 3 for the
-    # product with the up projection, 3 for the product with the norm, and 3 for the residual sum.
+    # Arrays read and written. Squares: 2, mean: 1, product with the root: 2, SiLU: 2. Product with the up projection:
+    # 3, product with the norm: 3, residual sum: 3.
     forward = 16 * array
     assert 2 * forward < moved < 5 * forward
 
 
 def test_benchmark_data_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With equal numbers, results would be too good: processors work faster, and links may compress the data."""
+    """With constant data, results would be too good: processors work faster, and links may compress it."""
     seen: list[torch.Tensor] = []
     multiply = torch.mm
 

@@ -1,4 +1,4 @@
-"""Reading other tools' files: the tool is detected, and files that are no config of a tool are refused."""
+"""Reading other tools' files: the tool is detected, and files that are not a config of any tool are refused."""
 
 from __future__ import annotations
 
