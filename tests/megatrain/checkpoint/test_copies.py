@@ -232,7 +232,7 @@ def test_run_with_a_lost_drive_resumes_from_the_copy(lost: SavedRun) -> None:
     assert not any(each.is_gone for each in saved_checkpoints(lost.out) if each.checkpoint.step == 6)
 
 
-def test_newer_copy_is_preferred_to_an_older_checkpoint(lost: SavedRun) -> None:
+def test_run_resumes_from_a_copy_without_checkpoints(lost: SavedRun) -> None:
     """The folder ``checkpoints`` is gone, and only the copy of step 4 is left."""
     shutil.rmtree(lost.out / "checkpoints")
     result = lost.run(**ON_DRIVE)

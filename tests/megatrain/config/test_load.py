@@ -410,7 +410,7 @@ def test_other_words_for_a_choice(tmp_path: Path) -> None:
         load_config(write(tmp_path, SMALLEST), overrides=["task=dpo", "preference.loss_type=dpo"])
 
 
-def test_the_line_that_init_writes_is_no_second_wish(tmp_path: Path) -> None:
+def test_default_epochs_do_not_conflict_with_max_steps(tmp_path: Path) -> None:
     """``num_train_epochs = 1.0`` is the default, so only other values conflict with ``max_steps``."""
     for epochs, count in ((1.0, 0), (2.0, 1)):
         loaded = load_config(write(tmp_path, SMALLEST), overrides=["max_steps=5", f"num_train_epochs={epochs}"])

@@ -197,7 +197,7 @@ def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("liger")
-def test_a_run_uses_it_with_the_head_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_uses_liger_with_our_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger's own head would compute full logits, and read the head's weight again for every few rows."""
     monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))

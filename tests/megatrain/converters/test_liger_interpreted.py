@@ -93,7 +93,7 @@ def test_step_matches_one_without_liger(family: str, batches: list[dict[str, Ten
 
 
 @interpreted
-def test_kept_graphs_have_the_bits_of_a_recompute() -> None:
+def test_kept_graphs_are_bit_identical_to_a_recompute() -> None:
     """Kernels overwrite their saved tensors with gradients. This is safe because each graph is used only once."""
     batches = packed_batches()[:1]
     kept, again = (step("llama", batches, liger=True, kept=which) for which in (range(99), ()))
@@ -109,7 +109,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @interpreted
-def test_placement_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placements_are_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(
         traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, torch.device("cuda"))

@@ -352,7 +352,7 @@ def test_unreadable_shards_are_named(
     assert said in str(error.value), error.value
 
 
-def test_rows_that_cannot_be_trained(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_rows_are_dropped_and_counted(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are dropped and counted. If there are more than the config allows, the run ends with an error."""
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 20)
     folder = tmp_path / "a"

@@ -836,7 +836,7 @@ def test_several_threads(store: TieredStore) -> None:
     assert activations.stats().in_use_bytes == 0
 
 
-def test_three_tiers_and_a_home_of_ones_choice(tmp_path: Path) -> None:
+def test_three_tiers_and_an_explicit_home(tmp_path: Path) -> None:
     model, step = case("attention")
     parameters = list(model.parameters())
     expected = gradients(parameters, step)

@@ -90,7 +90,7 @@ def train(model: Any, args: Any, *, resume: bool = False, **options: Any) -> Any
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiered_or_only_its_optimizer_give_the_same_as_each_other_and_as_plain(
+def test_offloaded_model_and_offloaded_optimizer_match_plain_training(
     folder: Path, tmp_path: Path, stores: Stores, dtype: torch.dtype
 ) -> None:
     plain = Trainer(

@@ -310,7 +310,7 @@ class Operators(TorchDispatchMode):
         return result
 
 
-def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_gradient_of_a_part_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan counts the memory that a step on a GPU would use. Tensors without contents reach no kernel."""
     monkeypatch.setattr(device_kernels, "are_usable", lambda tensor: True)
     monkeypatch.setattr(device_kernels, "_kernels", None)

@@ -70,7 +70,7 @@ def test_queueing_a_step_reads_no_device_values(family: str, batches: str, as_on
 
 
 @pytest.mark.parametrize("batches", BATCHES)
-def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_answers_are_bit_identical(batches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, micro_batches = tiny_config("qwen2"), BATCHES[batches]()
     plain = runner_of(config)
     with counted_waits() as waits:

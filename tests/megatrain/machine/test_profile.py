@@ -141,7 +141,7 @@ def test_invalid_rate_marks_the_profile_damaged(tmp_path: Path, rate: object) ->
     assert (loaded.note is not None and "ram_update_bytes_per_s" in loaded.note) or rate != rate or rate == float("inf")
 
 
-def test_a_folder_in_its_place_is_no_traceback(tmp_path: Path) -> None:
+def test_folder_in_place_of_the_profile_is_reported(tmp_path: Path) -> None:
     (tmp_path / "profile.json").mkdir()
     loaded = load_profile(tmp_path / "profile.json")
     assert loaded.machine is None

@@ -309,7 +309,7 @@ def test_wide_tensors_come_first_so_that_all_are_aligned(tmp_path: Path) -> None
     assert list(ModelFolder(tmp_path).records) == ["wide", "scalar", "odd"]
 
 
-def test_a_file_may_be_as_large_as_it_may() -> None:
+def test_file_of_exactly_the_maximum_size_is_allowed() -> None:
     tensors = {name: torch.zeros(4, device="meta") for name in "abcd"}
     assert [list(shard.offsets) for shard in plan_shards(tensors, 32)] == [["a", "b"], ["c", "d"]]
     assert [list(shard.offsets) for shard in plan_shards(tensors, 31)] == [["a"], ["b"], ["c"], ["d"]]

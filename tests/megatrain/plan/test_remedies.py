@@ -166,7 +166,7 @@ def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
 
 
 @pytest.mark.slow  # solves several placements of a large program
-def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
+def test_123b_with_exact_clipping_needs_a_remedy(mistral_large: Path) -> None:
     error = refused(mistral_large)
     assert error.tier == "ram" and format_size(error.need_bytes) == "1.81 TiB"
     as_bf16, by_layer, drive = error.remedies

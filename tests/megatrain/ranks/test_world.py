@@ -56,7 +56,7 @@ def test_without_ranks() -> None:
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "many"),
     ],
 )
-def test_an_environment_that_cannot_be(environment: dict[str, str], says: str) -> None:
+def test_inconsistent_environment_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(WorldError) as raised:
         World.from_environment(environment)
     assert says in str(raised.value)
