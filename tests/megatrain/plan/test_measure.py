@@ -174,7 +174,12 @@ def test_kept_graphs_are_timed_with_shared_weight_memory(write: Write, optim: st
     assert plan.kept_bytes < ticks.memory_bytes <= plan.totals["ram"]
 
 
-def test_a_timed_plan_has_the_places_of_the_plan(write: Write) -> None:
+@pytest.mark.parametrize("replayed_s", [7.5, None])
+def test_a_timed_plan_has_the_places_of_the_plan(
+    replayed_s: float | None, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's step time is the time of the replay, or unknown if the machine's rates are unknown."""
+    monkeypatch.setattr(measure, "step_seconds", lambda plan: replayed_s)
     plan, rates = planned(write(training='recompute = "full"')), list[float | None]()
 
     def fake(plan: Plan, *, flops_per_s: float | None) -> MeasuredTicks:
@@ -186,6 +191,7 @@ def test_a_timed_plan_has_the_places_of_the_plan(write: Write) -> None:
     found = with_timed_steps(plan, measure=fake)
     assert len(rates) == 1 and found.ticks is not None and len(found.ticks.seconds) == len(plan.program.ticks)
     assert found.placement == plan.placement and found.traffic == plan.traffic
+    assert found.estimate.step_s == replayed_s
 
 
 def test_plan_is_kept_if_it_cannot_be_timed(write: Write) -> None:
