@@ -2,7 +2,7 @@
 
 One pass over the model takes these steps:
 
-1. `Trunk.prepare` replaces every parameter by a placeholder without memory, and every unit's `forward` by a stub.
+1. `Trunk.prepare` replaces every parameter with a placeholder without memory, and every unit's `forward` with a stub.
 2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
   passes the call to the engine and suspends the forward (`suspend.py`).
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases and binds the weights, runs the unit for
@@ -81,7 +81,7 @@ class QueuedLoss:
 
 @dataclass(frozen=True, slots=True)
 class SummedLoss:
-    """Summed cross entropy of an evaluation pass, and the number of its tokens.
+    """Summed cross entropy of an evaluation pass, and the number of labelled tokens.
 
     Attributes:
         terms: Sums over labelled tokens. `math.fsum` adds them exactly, so the grouping of tokens has no effect.
@@ -124,7 +124,7 @@ class LayerRunner:
 
     Attributes:
         bounds: All units, in order, with slots for their weights.
-        head: Last stage of the model: its head after a cut, or its own loss.
+        head: Last stage of a pass: the head after the cut, or the model's own loss.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class LayerRunner:
         )
 
     def _make_head(self, recompute: Recompute) -> CutHead | ModelLoss:
-        """Return the cut head, or the model's own loss. Raise an error if the objective does not support the latter."""
+        """Return the cut head, or the model's own loss. Raise an error if the objective forbids the model's loss."""
         model, order, refusal = self._graph.model, self._order, self._objective.loss.refusal
         plan = plan_head(self._graph)
         if plan is not None:
@@ -198,7 +198,7 @@ class LayerRunner:
 
         Args:
             micro_batches: CPU tensors `input_ids` and `labels` [B, S], optionally `attention_mask` and `position_ids`.
-                All micro-batches or none have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
+                Either all or no micro-batches have the loss's extra inputs (``base.batch_keys.LOSS_PREFIX``).
             num_items: Divisor of the loss; None for the number of labels in these micro-batches.
             seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
             first_index: Position of ``micro_batches[0]`` in the step.
@@ -224,7 +224,7 @@ class LayerRunner:
         host_inputs = {i: loss.read(batch, targets[i], host_rows[i][0]) for i, batch in enumerate(micro_batches)}
         size = loss.size_of_step(micro_batches, targets) if size is None else size
         try:
-            # Stage all groups at once, because a second staging would wait for the copies of the first.
+            # Upload all groups at once, because a second upload would wait for the copies of the first.
             batches, rows, inputs = self._micro_batches.upload(dict(enumerate(micro_batches)), host_rows, host_inputs)
             item_losses = {i: loss.for_micro_batch(host_inputs[i], inputs[i], size) for i in indexes}
             for group in groups:
@@ -239,8 +239,8 @@ class LayerRunner:
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode, in layer order, and return the summed loss.
 
-        The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states are kept
-        between units. The pass does not change the activation blocks, gradients or random states of training.
+        The loss is plain cross entropy, whatever the training objective, without dropout or auxiliary terms. Only
+        hidden states are kept between units. Activation blocks, gradients and random states of training do not change.
         """
         targets = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = {index: count_labels(labels) for index, labels in enumerate(targets)}
@@ -290,7 +290,7 @@ class LayerRunner:
             on_hidden: Function called with each micro-batch's number and last hidden states [B, S, H].
 
         Returns:
-            Scores of the labelled positions, in order, by micro-batch.
+            Scores of each micro-batch's labelled positions, in order.
 
         Raises:
             UnsupportedModelError: If ``on_hidden`` is given, but the model's hidden states are not available.

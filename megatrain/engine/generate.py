@@ -1,9 +1,9 @@
 """Generation with streamed weights: transformers' own ``generate``, suspended at every unit of every forward.
 
-All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). One pass over the units generates
-one token for every prompt, so a pass fetches each weight only once. Between passes, each layer's cache tensors are
-stored in blocks, and the layer's visit loads them into the cache. The tokens equal the tokens of a plain ``generate``,
-because masks, cache and sampling order are the same.
+All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). Each pass over the units generates
+one token for every prompt, and fetches each weight only once. Between passes, each layer's cache tensors are stored in
+blocks, and the layer's visit loads them into the cache. The tokens are the same as from a plain ``generate``, because
+masks, cache and sampling order are the same.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class GenerationRunner:
 
     @contextmanager
     def _prepare(self) -> Iterator[None]:
-        """Replace weights by placeholders and units' forwards by stubs. Each forward first reads containers."""
+        """Install placeholders and stubs within the context. Model forwards first read the containers' parameters."""
         model, units = self._graph.model, self._graph.units
         forward = model.forward
 
@@ -205,7 +205,7 @@ class _CacheTensor:
 
 
 class _KeptCache:
-    """Transformers cache whose tensors are stored in one block per visit, with placeholders in the cache.
+    """Transformers cache whose tensors are stored in one block per visit and replaced by placeholders in the cache.
 
     Args:
         cache: Cache whose layers contain tensors, or lists and dicts of tensors.

@@ -64,12 +64,12 @@ class MicroBatches:
         """Copy micro-batches, labelled rows and inputs of the loss to the compute device, without a host sync.
 
         Args:
-            micro_batches: Host tensors of all micro-batches, by number. A second call waits for earlier copies.
+            micro_batches: Host tensors, by number. Pass all at once, because a second call waits for earlier copies.
             host_rows: Labelled positions and their labels, by number.
             host_inputs: Results of ``Loss.read``, by number; empty if the loss needs no inputs.
 
         Returns:
-            Device copies of the three arguments, by number. Inputs of the loss are omitted from micro-batches.
+            Device copies of the three arguments, by number. Micro-batch keys with prefix ``LOSS_PREFIX`` are omitted.
         """
         host_tensors = {
             (index, key): value

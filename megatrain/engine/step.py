@@ -1,13 +1,13 @@
 """One optimizer step over the blocks of a store.
 
 `StepEngine.step` runs the model's forward and backward (`forward.py`). The running model requests weights, activation
-blocks and gradient accumulators from `StoreAccess`. `StoreAccess` takes the next op from the tape, leases the op's
-blocks from the store, and then pins, evicts or discards each copy as the tape specifies. The tape is compiled before
-the step and lists all leases, fetches, pins and evictions, so the engine makes no decisions.
+blocks and gradient accumulators from `StoreAccess`. `StoreAccess` takes the next op from the tape and leases the op's
+blocks from the store. It then pins, evicts or discards each copy as the tape specifies. The tape is compiled before the
+step and lists all leases, fetches, pins and evictions, so the engine makes no decisions.
 
 Clipping by the global norm is exact. The norm is known only after the whole backward, so the next step runs the
-updates. Each update runs just before the forward that reads the updated weights. Without a global norm, the backward
-that completes a gradient also runs its update, with a factor from `LayerScales`.
+updates. Each update runs just before the forward that reads the updated weights. Without a global norm, updates run in
+the same step. Each update then follows the backward that completes its gradient, with a factor from `LayerScales`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class StepEngine:
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, step_index: int, lr: float) -> StepResult:
         """Run optimizer step ``step_index`` (from 0) on its micro-batches.
 
-        The update runs in the next step, or in ``finish_updates`` if that is called first. Do not read weights or
-        optimizer state before then. If all blocks are in device memory, this step already queues the update.
+        A deferred update runs in the next step or in ``finish_updates``, whichever is called first. Do not read weights
+        or optimizer state before then. If all blocks are in device memory, this step already queues the update.
 
         Raises:
             NonFiniteGradientError: If the gradient is not finite. Weights and state are unchanged, unless updates are
@@ -207,7 +207,7 @@ class StepEngine:
         return replace(queued_loss, num_trained_tokens=sum(counts))
 
     def _read(self, queued_loss: QueuedLoss, read_results: Callable[[], HostResults]) -> StepResult:
-        """Wait for the results of all ranks, and return the step's result. A step has no other host sync."""
+        """Wait for all ranks, and return the step's result. With deferred updates, a step has no other host sync."""
         terms, metrics = read_results()
         return StepResult(
             float(sum(terms)),

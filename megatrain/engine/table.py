@@ -33,8 +33,8 @@ class RecomputeChoice:
     Attributes:
         mode: ``full`` recomputes every layer. ``selective`` saves results of matmuls and attention, and recomputes all
             other operations. ``none`` keeps the graphs of layers whose weights stay in place, and is ``selective`` for
-            other layers. ``auto`` means that the plan chooses, depending on memory and time.
-        num_layers: How many of the last layers use ``mode``; the others use ``full``. None if all layers use ``mode``.
+            other layers. ``auto`` lets the plan choose, depending on memory and time.
+        num_layers: Number of final layers that use ``mode``; the others use ``full``. None if all layers use ``mode``.
     """
 
     mode: RecomputeMode = "auto"

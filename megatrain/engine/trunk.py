@@ -77,7 +77,7 @@ class Trunk:
 
     @contextmanager
     def prepare(self) -> Iterator[None]:
-        """Replace all weights by placeholders and all units' forwards by stubs within the context."""
+        """Replace all weights with placeholders, and all units' forwards with stubs, within the context."""
         stubs = {} if self._cut_module is None else {self._cut_module: _trunk_stub(self._cut_module.forward)}
         buffer_guard = forbid_buffer_changes("the model", self._graph.model.modules(), may_replace=True)
         with buffer_guard, stub_units(self._bounds, stubs), self._context():
@@ -114,7 +114,7 @@ class Trunk:
         return [(forward.micro_batch, forward.result, forward.random_state) for forward in forwards]
 
     def _visit(self, visit_index: int, unit: int, anchor: Tensor, absent_micro_batches: Sequence[int]) -> UnitVisit:
-        """Create a visit and append it to the pass. The micro-batches ``absent_micro_batches`` skip the visit."""
+        """Create a visit and append it to the pass. The micro-batches in ``absent_micro_batches`` skip the visit."""
         visits, access, random = self.visits, self.visits.access, self.visits.random
         planned_visit = None if self._trace is None else self._trace.visits[visit_index]
         strategy: GraphKeeping | InputSaving = GraphKeeping(random)

@@ -124,7 +124,7 @@ class AttentionCall:
         """FLOPs for all pairs of tokens. A causal mask does not reduce the FLOPs, as in published kernel benchmarks.
 
         The forward has two matmuls: the scores, and the scores times the values. The backward has five: the scores
-        again, and the gradients of scores, values, queries and keys. Each ragged sequence counts like the longest.
+        again, and the gradients of scores, values, queries and keys. Ragged sequences all count the longest one's keys.
         """
         num_pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
@@ -140,8 +140,8 @@ class AttentionCall:
     def workspace_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
         """Return the size of the workspace that the kernel allocates on a CUDA device; 0 on other devices.
 
-        A forward's own workspace counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
-        short sequences need several calls, each for at most half of the results. Joining the results needs memory.
+        Except with FA3, a forward's own workspace counts as 0: it is negligible if rows are long enough to occupy the
+        GPU. Many short sequences need several calls, each for at most half of the results, and memory to join them.
 
         Args:
             is_deterministic: Whether the kernel must add numbers in the same order in every run.
@@ -228,7 +228,7 @@ class AttentionCall:
         return (num_queries * self.width + num_keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
-        """Return the efficient backward's workspace: fp32 query gradients, row sums, spilled gradients."""
+        """Return the efficient backward's workspace: fp32 query gradients, row sums, gradients outside registers."""
         block, num_pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         num_values = rows * round_up(self.width, block) + rows

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels that a step uses on a GPU.
+"""Functions that launch the Triton kernels that a step uses on a GPU.
 
 Without Triton, torch operators compute the same results, but with more memory and many more kernel launches. With fake
 tensors, the functions only allocate their results, so that a plan can count the memory.
@@ -77,8 +77,8 @@ def _kernels() -> ModuleType:
 def row_groups(indexes: Tensor) -> Tensor:
     """Sort rows by their indexes [K] for `add_rows`, and return the order as [3, K] int32 on the same device.
 
-    See `triton_kernels.group_rows` for the format. The order is computed on the device. The model can compute indexes
-    there, and copying these indexes to the host would need a host sync.
+    See `triton_kernels.group_rows` for the format. The order is computed on the device, where the model may
+    have computed the indexes. Copying the indexes to the host would need a host sync.
     """
     indexes = indexes.contiguous()
     groups = torch.empty(3, len(indexes), dtype=torch.int32, device=indexes.device)

@@ -36,7 +36,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
 
     Raises:
         UnsupportedModelError: If the model uses an operation that has no deterministic kernel.
-        DeterminismError: If cuBLAS was initialized without the setting, or if the setting has another value.
+        DeterminismError: If cuBLAS was initialized without the setting, or if the setting has an unsupported value.
     """
     if device.type == "cpu" or not enabled:
         yield

@@ -1,6 +1,6 @@
 """C library settings that return freed tensor memory to the system, or keep it for later tensors.
 
-If pages are returned, the system must map and zero new pages for the next tensor, which makes a step on the CPU 20 %
+If pages are returned, the system must map and zero new pages for the next tensor. This makes a step on the CPU 20 %
 longer (decision 0085). Kept pages are unused memory between live tensors, and no plan counts this memory. A run that
 computes on the CPU therefore keeps pages within an op. Between ops, it returns them if the process would exceed the
 plan during the next op. By default, glibc keeps all pages of tensors of up to 32 MiB.
@@ -44,7 +44,7 @@ def return_freed_memory() -> None:
 def keep_freed_memory(store: object, limit_bytes: int) -> Iterator[None]:
     """Within the context, keep freed memory for later tensors unless the process exceeds the limit.
 
-    After the last such context, the memory of large tensors is returned as soon as they are freed.
+    After the last such context exits, the memory of large tensors is returned as soon as they are freed.
 
     Args:
         store: Store of the run. The run's ops check the limit.

@@ -25,8 +25,8 @@ _ALIGNMENT_BYTES = 64
 class Staging:
     """Pinned memory through which a step's micro-batches are copied to the device. Not thread-safe.
 
-    The memory grows to the size of the largest step, rounded up to a power of two of at least 1 MiB, so that it is
-    rarely reallocated. It needs a few bytes per token and, like the micro-batches, is not part of the RAM tier.
+    The memory grows to the size of the largest step, rounded up to a power of two (at least 1 MiB) to avoid frequent
+    reallocation. It needs a few bytes per token and, like the micro-batches, is not part of the RAM tier.
 
     Args:
         make_slab: Function that allocates pinned memory with at least the given number of bytes.
@@ -93,7 +93,7 @@ class PendingScalars:
     """Scalars that are being transferred to the host in double precision. All device scalars share one copy.
 
     Args:
-        values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
+        values: Numbers, and one-element tensors of any float dtype; all tensors are on one device.
     """
 
     def __init__(self, values: Sequence[Tensor | float]) -> None:
@@ -206,7 +206,7 @@ class HostMirror(TorchFunctionMode):
             self._mirrored[result] = (func(*host_args, **host_kwargs), result._version)
 
     def _with_device_lists(self, device: torch.device, index: Any) -> Any:
-        """Replace lists in an index by cached device tensors, because torch would copy each list with a host sync."""
+        """Replace lists in an index with cached device tensors, because torch would copy each list with a host sync."""
         if not isinstance(index, tuple):
             return index
         return tuple(self._device_list(device, part) if _is_list_of_int(part) else part for part in index)
@@ -254,7 +254,7 @@ def _is_exact(tensor: Tensor) -> bool:
 
 
 def _read(name: str, host: Tensor, func: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """Return the result of a read on the host tensor. Use numpy, so that tests can count reads of tensors."""
+    """Return the result of a read on the host tensor. Uses numpy, so that tests do not count a device read."""
     values = host.numpy()
     if name == "tolist":
         return values.tolist()

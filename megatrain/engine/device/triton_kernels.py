@@ -15,7 +15,7 @@ import triton.language as tl
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
-# Arguments of `tl.reduce`. In the interpreter, `tl.sum` and `tl.max` would require that all of Triton is interpreted.
+# Arguments of `tl.reduce`. `tl.sum` and `tl.max` would work in the interpreter only if all of Triton were interpreted.
 _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
 
 
@@ -37,10 +37,10 @@ def group_rows(
     """Sort rows by index. The sort is stable.
 
     The position of a row is the number of rows that precede it, so each row is compared with all other rows. This needs
-    no memory. For 65,536 rows, it takes less time than the kernel launches of a sort.
+    no scratch memory. For 65,536 rows, it takes less time than the kernel launches of a sort.
 
     `groups` is [3, num_rows] int32. Each column describes one position of the sorted order: the row, the row's index,
-    and the number of rows with this index. This number is 0 except at the first row with an index.
+    and the number of rows with this index. This number is 0 except at the first row with each index.
     """
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     is_row = row < num_rows

@@ -45,7 +45,7 @@ class PassLosses:
 
     Attributes:
         terms: Scalars whose sum is the loss.
-        roots: Tensors from which the backward starts: the trunk's outputs.
+        roots: Tensors from which the backward starts: the trunk's outputs, or the losses of ``ModelLoss``.
         gradients: Gradients of ``roots``.
         metrics: Metrics of the loss.
     """
@@ -150,7 +150,7 @@ class ChunkedHead:
                 yield join_scores(scores)
 
     def _resume(self, item: TrunkOutput) -> None:
-        """Restore the random state that a micro-batch had at the end of its trunk, and make the micro-batch current."""
+        """Restore a micro-batch's random state from the end of its trunk, and mark the micro-batch as current."""
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
@@ -194,7 +194,7 @@ class ChunkedHead:
         return row_losses
 
     def _compare_rows(self, item: TrunkOutput, row_losses: Sequence[RowsLoss]) -> Tensor:
-        """Return a micro-batch's loss, for losses that compare rows. Call this after all rows have been added."""
+        """Return a micro-batch's loss and record its metrics, if the loss compares rows. Call after adding all rows."""
         loss, metrics = item.loss.compare(row_losses)
         self._losses.metrics += metrics
         return loss

@@ -41,14 +41,14 @@ class CrossEntropy(Loss, MicroBatchLoss):
 
     @property
     def refusal(self) -> str:
-        """Reason to refuse models with their own loss function, which ignores smoothing and z-loss, or ""."""
+        """End of an error message, or ""; see ``Loss``. Models' own loss functions ignore smoothing and z-loss."""
         for name in ("label_smoothing_factor", "z_loss"):
             if getattr(self, name):
                 return f"with which training.{name} cannot be used"
         return ""
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """If smoothing is on, replace the model's loss function by one with label smoothing within the context."""
+        """If smoothing is on, replace the model's loss function with a smoothed one within the context."""
         factor = self.label_smoothing_factor
         return replace_loss(model, _smoothed_loss(factor)) if factor else nullcontext()
 
@@ -59,7 +59,7 @@ class CrossEntropy(Loss, MicroBatchLoss):
     def for_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows, or None if the model's loss function, set by ``applied``, computes it."""
+        """Return the loss of some rows, or None if the model computes it with its loss function (see ``applied``)."""
         if not in_parts and not self.z_loss:
             return None
         return RunningSoftmax(labels, vocab_size, num_items, self.label_smoothing_factor, self.z_loss)
@@ -124,7 +124,7 @@ class RunningSoftmax:
         return self._label_logits - self._log_sum()
 
     def weigh(self, weights: Tensor) -> None:
-        """Set weights [rows] by which the rows' gradients are multiplied, instead of ``1 / num_items``."""
+        """Set the weights [rows] of the rows' gradients, which replace the factor ``1 / num_items``."""
         self._weights = weights
 
     def loss(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Head of a model. The model's own forward computes logits, loss and auxiliary loss of some rows.
+"""Head of a model: its logits, loss and auxiliary loss, computed by the model's own forward.
 
 In this forward, a stub replaces the trunk, so Hugging Face's code computes norms, scaling and soft caps.
 """
@@ -179,7 +179,7 @@ class HeadModel:
 
 
 def _labelled_rows_mask(item: TrunkOutput, states: Tensor) -> dict[str, Tensor]:
-    """Return an attention mask that excludes rows without labels; empty for a single row or a mask that is not 2-D."""
+    """Return an `attention_mask` that excludes rows without labels; {} for a single row or a mask that is not 2-D."""
     num_rows, length = states.shape[:2]
     mask = item.batch.get("attention_mask")
     if num_rows == 1 or (mask is not None and mask.dim() != 2):

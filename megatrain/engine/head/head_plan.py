@@ -72,8 +72,8 @@ class HeadPlan:
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
     """Find where to cut a model before its head. Return None if the loss cannot be computed in pieces.
 
-    In a trial run on the meta device, the head must call `loss_function` exactly once, with the logits of the given
-    rows and with the shifted labels. It must return the value of `loss_function` unchanged.
+    In a trial run on the meta device, the head must call `loss_function` exactly once, with the given rows' logits and
+    the shifted labels. It must return the value of `loss_function` unchanged.
     """
     model = graph.model
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -150,7 +150,7 @@ class _HeadProbe:
         trunks: Candidates that the model called.
         called_units: Indexes of the units that the model called.
         losses: For each call to the loss, the shape of the logits and whether the labels were passed on.
-        has_own_term: Whether the model changes the value of the loss function. Pieces could not reproduce this change.
+        has_own_term: Whether the model changes the loss function's result. Pieces could not reproduce this change.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:

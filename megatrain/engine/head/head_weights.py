@@ -67,7 +67,7 @@ class HeadWeights:
         ranges: Columns `(start, stop)` of each vocabulary part.
 
     Attributes:
-        parts: Vocabulary parts that stay leased until the stack closes; empty if blocks are leased one at a time.
+        parts: Vocabulary parts, leased until the stack of ``bind`` closes; empty if blocks are leased one at a time.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class Loss(Protocol):
         """
 
     def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the metrics that a step reports, given the means of its ``PartialMean`` figures by name."""
+        """Return the metrics that a step reports, given the mean of each ``PartialMean`` by name."""
         return means
 
 

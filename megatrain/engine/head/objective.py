@@ -33,7 +33,7 @@ class Objective:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
-        """Add the noise and the changes of the loss to the model's forward within the context."""
+        """Within the context, apply the changes that the loss makes to the model, and add noise to input embeddings."""
         with self.loss.applied(model):
             if not self.neftune_noise_alpha:
                 yield

@@ -13,7 +13,7 @@ from megatrain.engine.head.cross_entropy import label_columns
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """Scores that a model gives to some tokens.
+    """Scores that a model assigns to some tokens.
 
     Attributes:
         log_probs: Log-probabilities of the labels, [rows] fp32.

@@ -20,8 +20,8 @@ class WeightAccess(Protocol):
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Advance to the next tick: forward visits in order, then the head, then backward visits in reverse.
 
-        The head is announced with its first visit. The model announces even visits that do not affect the loss, and
-        takes their planned leases. The order of ticks and the traffic therefore depend on the model, never on data.
+        For the head, ``visit`` is its first visit. The model also announces visits that do not affect the loss, and
+        takes their planned leases. The order of ticks and the planned traffic therefore never depend on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:

@@ -13,7 +13,7 @@ def weight_key(layout: str) -> str:
 
 
 def key_layout(key: str) -> str:
-    """Return the layout to which a key belongs. The key must not contain a part number."""
+    """Return the name of the layout to which the key of a weight, state or gradient belongs."""
     return key.rpartition("/")[0]
 
 

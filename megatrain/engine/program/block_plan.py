@@ -19,7 +19,7 @@ Kind = Literal["weights", "optimizer", "gradients", "activations"]
 #: Kinds of blocks whose contents outlive a step. Checkpoints contain these blocks unless the model folder has them.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 
-#: Kinds in display order. If two kinds save the same traffic per byte in a faster tier, the first kind gets it.
+#: Kinds in display order. If two kinds save the same traffic per byte of a faster tier, the earlier one has priority.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 

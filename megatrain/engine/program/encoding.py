@@ -1,8 +1,8 @@
-"""Encodings: weights whose stored values differ from the values that layers compute with.
+"""Encodings of weights whose stored values differ from the values that layers compute with.
 
 Most blocks of weights hold the values themselves (bf16 weights are the high halves of their masters). For other
 weights, `StepProgram.encodings` contains an `Encoding`. The encoding lists the blocks that a visit reads. It decodes
-them in the compute tier, for this visit only, so tiers and links carry only encoded blocks.
+them in the compute tier, for this visit only, so only encoded blocks are stored in tiers and moved over links.
 `megatrain/models/packed.py` defines the encoding of quantized folders.
 """
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
-    """Return the program of one evaluation pass. It has only the forward's ticks and reads only weights.
+    """Return the program of one evaluation pass. It has no backward and no updates, and reads only weights.
 
-    If a weight's encoding reads other blocks, the pass reads those blocks. The pass leases each unit's weights once
-    for all micro-batches. The function is idempotent.
+    If a weight's encoding reads other blocks, the pass reads those blocks instead. The pass leases each unit's weights
+    once for all micro-batches. The function is idempotent.
     """
     ticks: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
     weight_keys = {key for key, block in program.blocks.items() if block.kind == "weights"}
@@ -89,9 +89,10 @@ def generation_program(
     num_micro_batches: int,
     is_first: bool,
 ) -> StepProgram:
-    """Return the program of one pass. The first pass processes all prompt tokens, later passes one token per prompt.
+    """Return the program of one generation pass.
 
-    If weights are sharded, they are gathered before each visit, and each process has some of the prompts.
+    The first pass processes all prompt tokens, and later passes process one token per prompt. Sharded weights are
+    gathered before each visit, and each process has some of the prompts.
 
     Args:
         program: Program that contains the blocks of weights.

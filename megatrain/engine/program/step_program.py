@@ -60,8 +60,8 @@ class Tick:
         phase: Kind of work. Updates run in the tier that ``StepProgram.tick_tier`` returns, others in the compute tier.
         visit: Index of the layout for ``update``, or number of the visit for other phases.
         held: Blocks that are leased together for the whole tick.
-        passing: Groups of blocks. The tick leases one group at a time. A group is an activation of a micro-batch,
-            or one part of a layout's state and gradient.
+        passing: Groups of blocks. The tick leases one group at a time, for example an activation of a micro-batch, or
+            one part of a layout's state and gradient.
         spent: Keys of blocks that no later tick reads. Their copies are discarded, never written back.
         served_phase: Phase for which a ``gather`` or ``exchange`` tick moves weights or gradients; otherwise None.
             Passing parts are gathered and exchanged within the visit's own tick.
@@ -85,10 +85,10 @@ class LayoutSplits:
     """Division of layouts into blocks.
 
     Attributes:
-        parts: Maps each layout with several parts to the parts' element ranges. Each kind of state and the gradient
+        parts: Element ranges of parts, by layout, for layouts with several parts. Each kind of state and the gradient
             have one block per part.
-        weights: Layouts whose weight also has one block per part. Either all visits accept parts, or ranks own shards.
-        passing: Pairs (visit, layout). The visit leases the layout's gradient, and its cut weight, one part at a time.
+        weights: Layouts whose weight also has one block per part: all its visits accept parts, or ranks own shards.
+        passing: Pairs (visit, layout). The visit leases the layout's gradient and any cut weight one part at a time.
     """
 
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class StepProgram:
 
     Attributes:
         encodings: Encodings of weights whose blocks do not hold the weight itself, by layout. Each visit decodes them.
-        occupants: Maps (tick, key) to the gradient that a shared block holds in that tick (``sharing.py``).
+        occupants: Gradient that a shared block holds in a tick, by (tick, key of the block); see ``sharing.py``.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -280,7 +280,7 @@ class StepProgram:
             return "ram"
         if tick.visit in self.updates.streamed:
             return self.compute_tier
-        # Check the weight first. It usually decides, so that many parts need no check. Plans call this method often.
+        # Check the weight first, which usually decides the result, because plans call this method often.
         groups = chain((tick.held,), tick.passing)
         is_local = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_local else "ram"
@@ -294,7 +294,7 @@ class StepProgram:
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
         """Return the schedule of ``num_steps`` steps that start at ``first_step``, including their deferred updates."""
-        # Omit reads at home, which move nothing. Keep writes: a copy that is prefetched before a write would be stale.
+        # Omit reads at home, which move nothing. Keep writes at home, because a copy prefetched earlier would be stale.
         accesses = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
         deferred_ticks = [index for index, tick in enumerate(self.ticks) if self._is_deferred(tick)]

@@ -42,11 +42,10 @@ class TracedVisit:
 
     Attributes:
         is_head: Whether the unit runs in the head phase, one piece at a time.
-        has_backward: Whether the unit has a backward. It has none if the loss does not depend on its output, or if no
-            parameter up to its output is trained. The backward still announces such a visit, but leases no weights.
+        has_backward: Whether the unit has a backward. It has none if the loss does not depend on its output, or if the
+            output depends on no trained parameter. The backward still announces such a visit, but leases no weights.
         saved_inputs: `(shape, dtype)` of every activation that is kept in a block until the backward.
-        aliases: Maps an input's index to the (visit, index) of an earlier activation that is the same tensor. Both
-            use one block.
+        aliases: (visit, index) of an earlier activation that is the same tensor, by input index. Both use one block.
         no_token_probability: Probability that one token is not routed to the visit's experts, assuming uniform routing.
         backward: Work that recompute and backward execute; `NO_WORK` for visits of the head.
         partwise_params: Names of parameters that the visit can process one part at a time, both weight and gradient.

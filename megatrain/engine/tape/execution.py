@@ -70,7 +70,7 @@ class TapeExecution:
         self.background = BackgroundUpdates()
 
     def start(self, step: int, *, updates: bool, passes: bool) -> None:
-        """Start to execute the tape of a step.
+        """Start executing the tape of a step.
 
         Args:
             step: Step number, counted from 0. It determines the tick numbers in the schedule.

@@ -5,9 +5,9 @@ model gets full copies of weights, gathered from the shards of all ranks. Its gr
 An exchange splits the sums into shards and adds the shards in the order of lanes (`ranks/lanes.py`). Shards are leased,
 updated and moved like whole blocks. Full copies and sums are workspace, planned by `workspace.collective_transients`.
 
-All ranks must run the same collectives, so the program's ticks determine them: the model's requests depend on data.
-Passing parts of the vocabulary are gathered, and their gradients exchanged, within the visit's own tick. Each part has
-a turn in the tick, even if the model does not request the part (`PartOrder`).
+All ranks must run the same collectives. The program's ticks determine them, because the model's requests depend on
+data. Passing parts of the vocabulary are gathered, and their gradients exchanged, within the visit's own tick. Each
+part has a turn in the tick, even if the model does not request the part (`PartOrder`).
 
 If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they use
 a separate stream. The two streams wait for each other on the device, without blocking the host. Memory is freed only
@@ -571,7 +571,7 @@ class ExchangedGradients:
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, index: int, key: str) -> Iterator[list[Tensor]]:
-        """Yield memory for sums of a gradient's part. On exit, exchange them at their turn; see ``GradientMemory``."""
+        """Yield memory for a gradient part's sums. On exit, exchange them in their turn; see ``GradientMemory``."""
         op = self._execution.current_op
         self._turns.advance_to_group(key, op)
         with self.part_sums(key, wait_for_turn=lambda: self._turns.advance_to(key, op)) as sums:

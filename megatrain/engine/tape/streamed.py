@@ -40,14 +40,13 @@ class StepRecipe:
     """Settings for a model's optimizer steps.
 
     Attributes:
-        segments: Function that returns the segments of a layout to update, with their learning rates and decays.
+        segments: Function that returns the segments of a layout to update, with learning rates and weight decays.
         max_grad_norm: Limit on the global norm, or on each layer's norm if updates are not deferred; 0 for no clipping.
         device_optimizer: Optimizer for updates in the compute tier; None if no update runs there.
         nonfinite: Reaction to NaN or infinite gradients: ``stop`` raises an error, ``skip`` skips the update,
             ``ignore`` uses the gradients. If updates are not deferred, this applies to each layer separately.
         seed: Seed for dropout and noise.
-        order: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a
-            time.
+        order: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs them one at a time.
     """
 
     optimizer: Optimizer

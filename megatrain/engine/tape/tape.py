@@ -1,8 +1,8 @@
 """Tape of a step: every lease in order, and what happens to each copy after its lease.
 
 `compile_step` derives the tape from a program and a placement. The engine executes the tape, the simulator replays it
-on a virtual clock, and the planner adds up its traffic. Planned and actual traffic are equal, because only `follow`
-decides whether a copy is fetched, pinned, written back or dropped.
+on a virtual clock, and the planner adds up its traffic. Planned and actual traffic are equal unless leases are
+skipped, because only `follow` decides whether a copy is fetched, pinned, written back or dropped.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Op:
         tick: Position in the step.
         held: Uses leased together for the whole tick.
         passing: Groups leased one at a time within the tick; empty for an update with all parts at home.
-        bytes_outside: Bytes that collectives and Muon's matrices move in addition to blocks, by link.
+        bytes_outside: Bytes moved in addition to blocks, by link: by collectives, and for Muon's matrices.
     """
 
     tick: int
@@ -243,7 +243,7 @@ class TapeStore:
         key = use.key
         if not use.was_pinned:
             # Evict the copies that the fetch left in intermediate tiers, because a later fetch must start at home, as
-            # planned. A pinned copy needs this only once: later copies in RAM are for uses in RAM.
+            # planned. For a pinned copy, this has already happened: later copies in RAM are for uses in RAM.
             for name in self._store.tiers_between(self._homes[key], tier):
                 self._store.evict(key, name)
         if use.release is Release.PIN:

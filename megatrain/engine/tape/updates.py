@@ -72,10 +72,10 @@ class LayerScales:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """Update that uses one step's gradients. A deferred update runs in the next step, other updates in the backward.
+    """Update that uses one step's gradients. Deferred updates run in the next step; all others run in the backward.
 
     Attributes:
-        step: Number, counted from 0, of the step that computes the gradients.
+        step: Index of the step that computes the gradients, counted from 0.
         update: Step count, learning rate and gradient factor.
         with_gradient: Parameters that have a gradient, by layout.
         scales: Separate factors for each layer; None if the factor of ``update`` applies to all layers.
@@ -112,7 +112,7 @@ class _PartUpdate:
 
 
 class Updater:
-    """Updater of layouts. It calls the optimizer for the tier in which an update runs.
+    """Updater that calls the optimizer for the tier in which a layout's update runs.
 
     Attributes:
         trained: Trained layouts with their segments, by index of the layout.
@@ -265,7 +265,7 @@ class UpdateOps:
         if op.tier == "ram":
             # Wait, because the plan has scratch memory for only one update on the host at a time.
             self._execution.background.wait()
-        # Lease the blocks even if the update is skipped, because later ops rely on the pins and evictions after it.
+        # Lease the blocks even if the update is skipped, because later ops rely on the pins and evictions that follow.
         with self._execution.lease(self._execution.content_keys(op, op.held)) as held_blocks:
             if not op.passing and update is not None:
                 self._updater.update_layout(op.visit, len(parts), op.tier, held_blocks, update, filled_params)

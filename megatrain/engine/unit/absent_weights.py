@@ -1,7 +1,7 @@
 """Placeholders for unbound weights, with shape, dtype and device but no memory.
 
-Model code can read shape, dtype and device at any time. If the code reads the values of a small weight, or a few rows
-of a large weight, the engine runs a visit of the weight's unit (`WeightRead`).
+Model code can read shape, dtype and device at any time. If it reads the values of a small weight, or a few rows of a
+large weight, the engine runs a visit of the unit (`WeightRead`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megatrain.base.errors import UnsupportedModelError
 
 
 def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], Any | None] | None = None) -> Any:
-    """Rebuild nested lists, tuples and mappings, and replace all other values by the results of `leaf`.
+    """Rebuild nested lists, tuples and mappings, and replace all other values with the results of `leaf`.
 
     Args:
         container: Function that returns a replacement for a list or mapping, or None to rebuild it.
@@ -93,7 +93,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Builder of containers for one run. It is a class, because mutually recursive closures keep tensors alive."""
+    """Builder of containers for one run. Recursive closures would form a cycle that keeps tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
@@ -178,7 +178,7 @@ class CapturedArguments:
             index = self._container_indexes[id(value)] = len(self.originals)
             self.originals.append(value)
             self._contents.append(None)
-            # The index is already taken, because these calls number the nested containers.
+            # The index was assigned above, because these calls assign indexes to the nested containers.
             if isinstance(value, list):
                 content: Any = [tree_map(item, self._on_leaf, self._on_container) for item in value]
             else:

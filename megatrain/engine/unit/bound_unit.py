@@ -40,7 +40,7 @@ class BoundUnit:
         unit: Unit whose module has not been stubbed yet.
 
     Attributes:
-        forward: The module's original or compiled forward.
+        forward: The module's original or compiled forward; for a container, a function that copies its parameters.
         rows: Look-ups of rows in weights that are leased by part. They precede the runs of the unit.
     """
 
@@ -120,7 +120,7 @@ class BoundUnit:
 
     @contextmanager
     def replace_weight(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
-        """Replace a parameter by a tensor within the context. Yield the previously bound tensor."""
+        """Replace a parameter with a tensor within the context. Yield the previously bound tensor."""
         previous = next(leaf for name, leaf in self.leaves() if name == owner)
         with self._set_slots({owner: weight}):
             yield previous
@@ -210,7 +210,7 @@ class BoundUnit:
 
 @contextmanager
 def forbid_buffer_changes(name: str, modules: Iterable[nn.Module], *, may_replace: bool = False) -> Iterator[None]:
-    """Raise an error if a forward changes a buffer, because a step does not restore buffers for a recompute.
+    """On exit, raise an error if a forward has changed a buffer, because steps do not restore buffers for a recompute.
 
     Args:
         may_replace: Whether a forward may replace non-persistent buffers, as rotary embeddings do.
@@ -251,7 +251,7 @@ def _activate_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
 def stub_units(
     bounds: Sequence[BoundUnit], other_stubs: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Within the context, replace weights by placeholders, and units' forwards by stubs that suspend the model.
+    """Within the context, replace weights with placeholders, and units' forwards with stubs that suspend the model.
 
     Args:
         bounds: All units. Containers keep their own forward.

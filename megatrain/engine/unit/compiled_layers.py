@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 #: Maximum number of compiled variants per layer class. Variants differ in micro-batch shape, attention window and grad
-#: mode. The default of torch is 8.
+#: mode. torch's default is 8.
 _MAX_VARIANTS = 64
 _MAX_REASON_LENGTH = 300
 

@@ -45,7 +45,7 @@ class GraphKeeping:
 class KeptGraph(KeptRun):
     """Graph of one run, kept as workspace from forward to backward.
 
-    The graph holds inputs that need a gradient, and tensors that autograd has saved. Other outputs can be freed.
+    The graph holds inputs that need a gradient, and tensors that autograd has saved. Unsaved outputs can be freed.
 
     Args:
         activations: Activations among the inputs, which are leaves of the graph.

@@ -28,7 +28,7 @@ class RoutedWeights:
     def record_calls(self, calls: Sequence[UnitCall]) -> None:
         """Determine whether the unit is idle, given the calls that wait at it.
 
-        If the unit is the first part of a module, this also announces the module's other idle parts, which run next.
+        If the unit is the first part of a module, this also announces which of the module's parts are idle.
         """
         part = self._bound.unit.part
         if part is None or not calls:

@@ -47,7 +47,7 @@ class RowLookUps:
         """Look up the rows that calls of the unit will need, leasing each part once.
 
         Args:
-            start_run: Function that starts to run a call. The run is aborted when it looks up rows.
+            start_run: Function that starts running a call. The run is aborted when it looks up rows.
 
         Returns:
             Row indexes, by weight and call.
@@ -75,7 +75,7 @@ class RowLookUps:
 
 
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
-    """Lease all parts of weights that are leased by part, but do not use them, because the tape has these leases."""
+    """Lease each part of weights that are leased by part, without using it, because the tape contains these leases."""
     for weight in weights.values():
         if not isinstance(weight, Tensor) and weight.is_passing:
             for index in range(len(weight.rows)):

@@ -31,7 +31,7 @@ from tiered.units import round_up
 
 #: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
 _ALIGNMENT_BYTES = 512
-#: Size of two random state scalars on a GPU. The trace adds it, because fake kernels return them on another device.
+#: Size of two random state scalars on a GPU. Fake kernels return them on another device, so the trace adds the size.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 

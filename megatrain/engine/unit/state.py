@@ -1,7 +1,7 @@
 """Global state of torch that is saved per micro-batch: random state, grad mode, autocast.
 
 A recompute is bit-identical to its forward only if the global state is the same. Code that runs twice (a unit, a tiled
-MLP, a head in pieces) therefore saves the state in the first run and restores it for the second run.
+MLP, a head in pieces) therefore saves the state in the first run and restores it in the second.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Forwards of unmodified models that are suspended at every unit call.
 
-Each micro-batch's forward runs in a separate greenlet. `stub_units` replaces each unit's `forward` by a stub. The
+Each micro-batch's forward runs in a separate greenlet. `stub_units` replaces each unit's `forward` with a stub. The
 stub passes the arguments of the call to the engine and suspends the greenlet. The engine binds the weights, runs the
 unit and resumes the greenlet with the result. Model code sees an ordinary call. All micro-batches can therefore wait at
 the same unit and share its weights.

@@ -1,6 +1,6 @@
 """One visit of a unit: lease and bind its weights, and run its forward, its recompute and its backward.
 
-`UnitVisit` uses policies from separate files:
+`UnitVisit` leaves some of its work to other files:
 
 - `idle.py` fetches no weights if no token is routed to the unit.
 - `passing.py` looks up embedding rows for all micro-batches at once if the weight's parts are leased one at a time.

@@ -29,7 +29,7 @@ from megatrain.engine.device.device_kernels import has_sync_reads
 from megatrain.engine.program.block_access import GradientSink
 from megatrain.ranks.lanes import Lanes, Subtree
 
-#: Maximum bytes of temporary memory: for a product, if the GEMM cannot add to the sum, and for rows that are cast.
+#: Maximum bytes of temporary memory for a product that the GEMM cannot add to the sum, or for rows that are cast.
 _TEMPORARY_NBYTES = 16 << 20
 
 
@@ -287,7 +287,7 @@ class GradientReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GradientTarget:
-    """Position in a parameter's accumulator to which a leaf's gradient is added: the rows from ``first_row``."""
+    """Position in a parameter's accumulator to which a leaf's gradient is added: rows that start at ``first_row``."""
 
     receiver: GradientReceiver
     name: str
@@ -362,7 +362,7 @@ def _call_intercepted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Compute `F.linear` so that the backward adds the weight's gradient to its target. Return None to use autograd."""
+    """Compute `F.linear`. The backward adds the weight's gradient to its target. Return None if that is unsupported."""
     target = gradient_target(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
@@ -400,7 +400,7 @@ def _embedding(
 
 
 def embed_rows(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
-    """Return rows that were looked up earlier, as the result of `F.embedding`.
+    """Return rows that were looked up earlier, as if `F.embedding` had just looked them up.
 
     Args:
         ids: Indexes of the rows, of any shape.
