@@ -162,7 +162,7 @@ class Adapters(ModelConverter):
     def convert(self, model: PreTrainedModel) -> None:
         """Inject LoRA layers into a skeleton, and freeze all weights except those in ``modules_to_save``.
 
-        In a model that reads images, only the language model gets adapters. Trained image modules are saved completely.
+        In a model that reads images, only the language model gets adapters. Trained image modules are saved in full.
         If the config specifies an adapter folder, the folder determines the modules.
 
         Raises:
@@ -245,11 +245,11 @@ class Adapters(ModelConverter):
     # -- weights of new adapters -----------------------------------------------------------------------------------
 
     def initialize(self, views: Mapping[str, Tensor], base_weights: Mapping[str, Tensor], seed: int) -> None:
-        """Initialize adapter tensors by peft's rules. The values depend only on the seed and on the tensors' names.
+        """Initialize adapter tensors by peft's rules. Random values depend only on the seed and each tensor's name.
 
         Args:
             views: fp32 tensors to fill, by name.
-            base_weights: fp32 weights of the modules that `dora_modules` returns, by module name.
+            base_weights: fp32 weights, by module name, of the modules that `dora_modules` returns. They set magnitudes.
         """
         for name, view in views.items():
             kind = name.rpartition(".lora_")[2].partition(".")[0]
@@ -637,7 +637,7 @@ class AdapterWeights:
     """Tensors in an adapter folder, under the names that `Adapters` uses.
 
     Raises:
-        AdapterError: If the tensors do not match these adapters, because their model or settings differ.
+        AdapterError: If the file is missing or damaged, or was written for a different model or different settings.
     """
 
     def __init__(self, folder: Path | str, adapters: Adapters, shapes: Mapping[str, Sequence[int]]) -> None:

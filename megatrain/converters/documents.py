@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
-#: Minimum tokens per piece of a document that is longer than its window. Smaller pieces would need more masks.
+#: Minimum tokens per piece of a document longer than the attention window. Smaller pieces would need more masks.
 _MIN_WINDOW_TOKENS = 512
 #: Limits of ``_attend_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
@@ -162,7 +162,7 @@ def _materialize(value: Any, operation: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Attention pattern of a mask function from transformers. Functions without this object have an unknown pattern.
+    """Attention pattern of a mask function from transformers. A function without one has an unknown pattern.
 
     Attributes:
         is_causal: Whether no token attends to later tokens.
@@ -209,7 +209,7 @@ _OPTIONAL_COMPOSER = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
-    """Return replacements, by name, for transformers' functions that create or join masks. The results have patterns.
+    """Return replacements, by name, for transformers' functions that compose masks. The composed masks have patterns.
 
     It makes no difference whether a window counts positions in the row or in the document, because tokens attend only
     to their own document. If transformers lacks one of these functions, nothing is replaced, and patterns are unknown.
@@ -334,7 +334,7 @@ def _find_documents(args: Mapping[str, Any]) -> Documents | None:
     elif document_marks is not None:
         if document_marks.shape != (num_rows, length):
             return None
-        values = np.asarray(document_marks.tolist())  # reads the host mirror if the tensor has one
+        values = np.asarray(document_marks.tolist())  # uses the tensor's copy on the host if it has one
         if padding is not None and not _ends_in_padding(values):
             return None
         lengths = tuple(length for row in values for length in _run_lengths(row))

@@ -1,10 +1,10 @@
 """Fused experts of mixture-of-experts layers, cut into parts that are separate units.
 
 In transformers, one module holds all experts of a layer in a few 3-D tensors, `[experts, ...]`. Its inputs are tokens,
-the experts chosen for each token, and the routing weights. No other module of the layer reads the tensors. If the
-tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module with some of
-the experts, and returns the contribution of these experts to each token. The original tensors stay on the meta device
-under their names, and only the parts have weights.
+the experts chosen for each token, and the routing weights. Only this module reads the 3-D tensors. If they are larger
+than a part, the module's forward becomes a sum over parts. Each part is a module with some of the experts, and returns
+the contribution of these experts to each token. The original tensors stay on the meta device under their names, and
+only the parts have weights.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ExpertsPart(nn.Module):
         return _routed_experts(arguments[1]) is not None
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a call routes no token to the part. Synchronizes the host once per routing."""
+        """Return whether a call routes no token to the part. The first query of a routing synchronizes the host."""
         expert_ids = _routed_experts(arguments[1])
         return expert_ids is not None and expert_ids.isdisjoint(self.rows)
 

@@ -1,4 +1,4 @@
-"""Rules for parameters in transformers' models that fuse several matrices.
+"""Rules for fused parameters in transformers' models. Such a parameter contains several matrices.
 
 A rule is selected by module and parameter name. It computes the sizes of the matrices from the module that owns the
 parameter. If the sizes do not match the parameter's shape, the parameter is reported as fused in an unknown way.

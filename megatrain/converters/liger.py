@@ -1,7 +1,7 @@
 """Use of liger-kernel's kernels for a model's norms and gated MLPs.
 
-The package's rotary embedding is not used, because it replaces a function for the whole process. Its cross entropies
-are not used, because they need whole rows of logits, and the head computes logits in parts.
+The package's rotary embedding is not used, because it replaces a function for the whole process. Its cross entropy
+losses are not used, because they need whole rows of logits, and the head computes logits in parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, include_mlps: bool) -> None:
     kernels (``trace/kernel_work.py``).
 
     Raises:
-        UnsupportedModelError: If `check_liger_kernels` fails, or if liger does not support the model's layers.
+        UnsupportedModelError: If the package is missing, or does not support the model's type or layers.
     """
     function = _find_function(model)
     options = {**_DISABLED_KERNELS, **({} if include_mlps else _DISABLED_MLPS)}

@@ -39,7 +39,7 @@ _FIRST_TOKEN = 3  # lower ids are usually special tokens
 _TOLERANCE = 1e-4
 _FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers in the copy; 16 if the first 3 do not contain all module classes
 
-_reasons: dict[object, str | None] = {}  # cache; a planner checks the same model for each alternative
+_reasons: dict[object, str | None] = {}  # cache, because a planner checks the same model for each alternative
 
 
 def choose_packing(

@@ -51,7 +51,7 @@ def build_graph(
         keys: Keys of ``[model]``.
 
     Raises:
-        UnsupportedModelError: If the model has no language model or no layers, or would train quantized weights.
+        UnsupportedModelError: If there is no language model, it has no layers, or quantized weights would be trained.
         FreezeError: If a pattern matches no parameter, or if all parameters are frozen.
         AdapterError: If the model does not support these adapters.
     """

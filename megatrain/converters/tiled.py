@@ -98,7 +98,7 @@ class TiledForward:
         """Run one piece, and return its output [rows, H].
 
         Raises:
-            UnsupportedModelError: If an output recorder collects values in the module. It would run once per piece.
+            UnsupportedModelError: If an output recorder collects values in the module. It would do so once per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -306,7 +306,7 @@ def is_position_wise(module: nn.Module, width: int) -> bool:
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Run a module on several inputs. Return all outputs [tokens, H], and the gradients of a random weighted sum."""
+    """Run a module on several inputs. Return the outputs [tokens, H], and the gradients of a weighted sum of them."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with torch.enable_grad():

@@ -43,7 +43,7 @@ Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
 
 def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
-    """Create and return the folder that ``data.cache_dir`` sets. Return None if tokens must be kept in RAM.
+    """Create and return the folder for tokenized data, as set by ``data.cache_dir``. Return None to keep tokens in RAM.
 
     Raises:
         DataError: The configured folder is not writable. If the default folder is not writable, None is returned.
@@ -190,7 +190,7 @@ class TokenCache:
             raise
 
     def _open_entry(self, key: str) -> TokenDataset | None:
-        """Open an entry and update its time of last use. Return None if no complete entry exists."""
+        """Open an entry and update its time of last use. Return None if there is no complete entry of this version."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -230,7 +230,7 @@ class TokenCache:
             )
 
     def _remove_folder(self, folder: Path) -> None:
-        """Rename a folder before deleting it, so that no process opens half of an entry. Mapped files stay readable."""
+        """Rename and delete a folder, so that no process opens a partly deleted entry. Mapped files stay readable."""
         if not folder.exists():
             return
         trash_folder = folder.with_name(f"{folder.name}{_REMOVED_SUFFIX}-{os.getpid()}")
@@ -323,7 +323,7 @@ def cache_key(
 
 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """Return a cache key's tokenizer parts: checksum of vocabulary and rules, special tokens, and chat template."""
+    """Return a cache key's parts for the tokenizer: checksum of vocabulary and rules, special tokens, and template."""
     rules = tokenizer.backend_tokenizer.to_str().encode()
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(rules).hexdigest(), special_tokens, tokenizer.chat_template]

@@ -1,4 +1,4 @@
-"""Tokenization of rows, with loss masks. Checks that the tokens in the loss decode to exactly the assistant's text."""
+"""Tokenization of rows, with verified loss masks: the tokens in the loss must decode to the assistant's text."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _PROBE = "qzsentinel"
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
-    """Tokens of one row.
+    """Tokens of a row, or of one of its texts if it has several.
 
     Attributes:
-        trained: Loss mask, one flag per token. The first flag is false, because no token predicts the first token.
+        trained: Loss mask, one flag per token. A text's first flag is false, because no token predicts the first token.
         is_text: Whether the row is plain text. Plain text can be split into several documents.
         untrained_turns: One reason for each assistant turn that should be in the loss but cannot be.
         num_turns: Number of assistant turns that should be in the loss.
@@ -149,7 +149,7 @@ class RowEncoder:
             rows: Rows and errors. Each error is yielded unchanged.
 
         Raises:
-            DataError: A row is a conversation, but the tokenizer has no chat template.
+            DataError: A conversation needs a chat template that is missing, or that uses too much time or memory.
         """
         row_texts = [_check_unicode(row, self._prepare_text(row)) for row in rows]
         texts = [text for text in row_texts if isinstance(text, _RowText) and text.text]
@@ -255,7 +255,7 @@ class RowEncoder:
         if boundary:
             split = next((i for i in range(start, len(tokens)) if offsets[i][1] > boundary), len(tokens))
         if self._is_same_text(self._decode(tokens[start:]), text):
-            # Offsets can exclude a token's trailing white space. Move `split` left if that is part of the completion.
+            # Offsets can exclude a token's trailing white space. If it belongs to the completion, move `split` left.
             while split > start and text.startswith(prefix := self._decode(tokens[start:split])):
                 if len(prefix) <= boundary:
                     break
@@ -348,10 +348,10 @@ class RowEncoder:
     def _find_span_tokens(
         self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], location: str
     ) -> range:
-        """Return the indices of a span's tokens and end-of-turn token. Verify that they decode to the span's text.
+        """Return the indices of a span's tokens and end-of-turn token. Verify that the span's tokens decode correctly.
 
         Raises:
-            RowError: The tokens decode to different text, or a token also contains text of the chat template.
+            RowError: No token contains the text, the tokens decode to other text, or one also contains template text.
         """
         indices = _find_overlapping_tokens(span, offsets)
         for i in indices:
@@ -467,7 +467,7 @@ def _find_overlapping_tokens(span: MessageSpan, offsets: Offsets) -> list[int]:
 
 
 def _shift_span(span: MessageSpan | str, image_spans: Sequence[ImageSpan]) -> MessageSpan | str:
-    """Move a span of the text without image tokens to its position in the text with image tokens."""
+    """Convert a span in the text without image tokens to the same span in the text with image tokens."""
     if isinstance(span, str):
         return span
     start_shift = end_shift = 0

@@ -1,4 +1,4 @@
-"""Loading of training data into memory-mapped files. RAM use does not grow with the size of the data."""
+"""Loading of training data, by default into memory-mapped files, so that RAM use does not grow with the data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DataSpec:
     scores: Path | None = None
 
     def with_keys(self, **keys: Any) -> DataSpec:
-        """Return a copy whose ``table`` has these keys replaced."""
+        """Return a copy in which these keys of ``table`` are changed."""
         return replace(self, table=self.table.model_copy(update=keys))
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:

@@ -34,7 +34,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
         chat_template: "auto" for the tokenizer's own template, or the path of a .jinja file.
 
     Raises:
-        DataError: The folder or its ``tokenizer.json`` is missing or cannot be opened.
+        DataError: The folder, its ``tokenizer.json`` or the chat template is missing or cannot be opened.
     """
     from transformers import AutoTokenizer
 
@@ -392,7 +392,7 @@ def _truncate(text: TokenizedRow, max_length: int) -> TokenizedRow:
 
 
 def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowError]]:
-    """Yield rows in batches. The number of rows and of characters in a batch is limited."""
+    """Yield rows in batches. Each batch has a limited number of rows and characters."""
     batch: list[DataRow | RowError] = []
     size = 0
     for row in rows:

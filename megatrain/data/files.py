@@ -66,7 +66,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
             split "train" if the folder has several splits.
 
     Raises:
-        DataError: No file matches, or a file's format is not supported.
+        DataError: No file matches, a file's format is not supported, or the folder has several splits but no "train".
     """
     base = Path(path)
     if base.is_dir():
@@ -269,7 +269,7 @@ def _describe_parse_error(error: ValueError | RecursionError) -> str:
 
 
 def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a .json file. The file is a list that fits in RAM, or it has one object per line."""
+    """Yield the rows of a .json file that fits in RAM: a list, an object with a list, or one object per line."""
     with _open(file) as stream:
         try:
             max_bytes = psutil.virtual_memory().available // _BYTES_PER_LIST_CHARACTER

@@ -21,7 +21,7 @@ _SYNONYMS, _MESSAGE_FIELDS = ("query", "response"), ("role", "content")
 _FIELDS = tuple(name for name in get_args(ColumnName) if name not in (*_SYNONYMS, *_MESSAGE_FIELDS))
 _CHAT_FIELDS = ("system", "tools", "images", "image")
 _NAMES = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
-#: Usual column names of prompts, answers and plain texts. The most likely names come first.
+#: Common column names of prompts, answers and plain texts. The most likely names come first.
 _PROMPT_NAMES = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
 _ANSWER_NAMES = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
 _TEXT_NAMES = ("text", "content", "body", "document", "article")
@@ -189,7 +189,7 @@ class RowReader:
 
     Attributes:
         name: Value of ``format`` in a config.
-        title: Description of the rows and of their treatment, for comments in a generated config.
+        title: Description of the rows and of their use, for comments in a generated config.
         read: Function that parses a row. Raises RowError, or DataError if fields are missing.
         alternatives: Fields of which a row must have at least one. Empty if there is no such requirement.
         fields: Optional fields that the reader uses, or None for all known fields.
@@ -271,7 +271,7 @@ def _name_messages(fields: RowFields, default_name: str) -> None:
 
 
 def _map_fields(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dict[str, str]:
-    """Return each field's column name. In ``columns``, Alpaca's fields can be called prompt, query and response."""
+    """Return each field's column name. Keys of ``columns`` can be other tools' field names, such as ``response``."""
     names = {field: columns.get(field, field) for field in _FIELDS}
     is_alpaca = is_alpaca or (is_auto and bool({"query", "instruction", "output"} & set(columns)))
     synonyms = {"prompt": "instruction", "query": "input", "response": "output"} if is_alpaca else {
@@ -312,7 +312,7 @@ def _rename_columns(
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row with the column names in ``columns``. Match names case-insensitively, and dotted names by path."""
+    """Return a row with its columns renamed to the names in ``columns``. Ignore case, and resolve dotted names."""
     missing_names = [column for column in columns.values() if column not in value]
     if not missing_names:
         return value
@@ -384,7 +384,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
 
 
 def guess_columns(value: Mapping[str, Any], location: str) -> str:
-    """Return advice for a row with unknown columns. The advice guesses fields from column names and values."""
+    """Return advice for a row with unknown columns. Guess each field's column from the column names and values."""
     if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
             "Prompts without answers are data for reinforcement learning such as GRPO; sft needs `prompt` and "
@@ -460,7 +460,7 @@ def _make_conversation(
 
 
 def _read_alpaca(fields: RowFields) -> Conversation:
-    """Convert an Alpaca row to a chat. Instruction and input become the user's turn, output the assistant's turn."""
+    """Convert an Alpaca row to a chat. Instruction and input form the user's turn; output is the assistant's turn."""
     images = fields.images()
     messages = instruction_messages(fields, images)
     answer = {"role": "assistant", "content": images.mark(fields.text("output"), fields.location)}

@@ -64,7 +64,7 @@ class ImageRef:
             location: File and row, for error messages.
 
         Raises:
-            RowError: The value has an unsupported type, or the file cannot be read.
+            RowError: The value is not a supported kind of image, or the file cannot be read.
         """
         if isinstance(value, Mapping):  # the datasets library and chat messages store images as mappings
             values = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
@@ -173,7 +173,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. Pixels are limited to the number in a row full of images.
+        max_length: Maximum tokens in a row. A row filled with images sets the maximum number of pixels.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.
@@ -205,7 +205,7 @@ class ImageProcessor:
         """Insert image tokens into a rendered conversation. Return the text and the images' positions.
 
         Raises:
-            RowError: An image cannot be decoded, or the number of placeholders differs from the number of images.
+            RowError: The images cannot be decoded or processed, have too many pixels, or do not match the placeholders.
         """
         num_placeholders = text.count(str(self._image_token))
         if num_placeholders != len(refs):
@@ -394,7 +394,7 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 @contextmanager
 def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
-    """Make transformers build processors from only the tokenizer and Pillow, so that all machines get equal pixels."""
+    """Make transformers use only the tokenizer and Pillow image processors, so that all machines get equal pixels."""
     from transformers import AutoImageProcessor, ProcessorMixin
 
     processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")

@@ -41,8 +41,7 @@ class StepBatch:
 class BatchLoader:
     """Infinite iterator over the batches of optimizer steps.
 
-    Rows are assigned to a step's micro-batches round-robin, so that empty rows are spread evenly. Empty rows are not in
-    the loss.
+    Rows are assigned to a step's micro-batches round-robin, so that empty rows (which have no loss) are spread evenly.
 
     Attributes:
         dataset: Documents of the run. Empty if the data is streamed.

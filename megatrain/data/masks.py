@@ -151,8 +151,8 @@ class ChatRenderer:
     def find_omitted_fields(self, messages: Messages, text: str, location: str, tools: Tools = None) -> tuple[str, ...]:
         """Return the conversation's fields that the template does not render.
 
-        A field is rendered if removing it changes the rendering. After a field passes this slow test once, its texts
-        only need to occur in ``text``. Without the slow test, a short text could occur there by chance.
+        A field counts as rendered if removing it changes the rendering. Once a field has passed this slow test, later
+        texts of the field only need to occur in ``text``. The test comes first, because short texts occur by chance.
 
         Args:
             text: The result of :meth:`render`.
@@ -245,7 +245,7 @@ class ChatRenderer:
     def find_assistant_spans(
         self, messages: Messages, text: str, location: str, indices: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Locate assistant messages in ``text``. Return each one's span (without end of turn), or why it has none.
+        """Locate assistant messages in ``text``. Return each message's span (without end of turn), or why it has none.
 
         Args:
             text: The result of :meth:`render`.
@@ -387,7 +387,7 @@ def _find_by_replacement(chat: _RenderedConversation, index: int) -> MessageSpan
         return None
     later_texts = [message["content"].strip() for message in chat.messages[index + 1 :]]
     if any(text and text in chat.text[len(prefix) : end] for text in later_texts):
-        return None  # the span includes later messages, which `frame` lacks because it has no tool call
+        return None  # the span includes later messages; without the tool call, the template omits them from `frame`
     return MessageSpan(index, len(prefix), end)
 
 
@@ -423,7 +423,7 @@ def _contains_message(turn_text: str, message: Message) -> bool:
 
 
 def _occurs_in(text: str, compact_text: str) -> bool:
-    """Return whether ``compact_text`` contains a text verbatim or as JSON. ``compact_text`` has no white space."""
+    """Return whether a text occurs, verbatim or as JSON, in ``compact_text``: a rendering without white space."""
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
     return any("".join(form.split()) in compact_text for form in forms)
 
@@ -447,7 +447,7 @@ def iter_texts(value: object) -> Iterator[str]:
 
 
 def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = "") -> Any:
-    """Return a tool or tool call after applying ``change`` to each text of a kind."""
+    """Return a copy of a tool or tool call with ``change`` applied to each of its texts of this kind."""
     if isinstance(value, Mapping) and key == "properties" and kind == "parameters":
         return {change(name): _map_leaves(child, kind, change) for name, child in value.items()}
     if key == "arguments" and kind == "arguments":

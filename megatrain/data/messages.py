@@ -30,7 +30,7 @@ def read_messages(
     Args:
         value: Value of the row's field ``name``: a list of messages, or the list as JSON text.
         location: File and row, for error messages.
-        columns: Maps ``role`` and ``content`` to the names used in the messages.
+        columns: Names that the messages use for ``role`` and ``content``.
 
     Raises:
         RowError: The value is not a list of messages, a role is unknown, or a message's content is not text.
@@ -175,7 +175,7 @@ _IMAGE_KEYS = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
 def _parse_tool_call(value: object, location: str) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, because most chat templates expect this form."""
+    """Return a tool call in a standard form. Its arguments are an object, as most chat templates expect."""
     call = value if isinstance(value, dict) else {}
     function = call.get("function") or call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

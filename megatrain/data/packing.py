@@ -39,7 +39,7 @@ class BatchShape:
         return self.micro_batch_size // num_documents * self.num_micro_batches
 
     def assign(self, documents: npt.NDArray[np.int64], dataset: TokenDataset) -> RowTable:
-        """Assign documents to rows in the given order. Without packing, each document is a row."""
+        """Assign documents to rows. Without packing, each document is a row, in the given order."""
         if not self.packing:
             return RowTable(documents, np.arange(len(documents) + 1, dtype=np.int64))
         return pack_documents(documents, dataset.lengths()[documents], self.max_length)
@@ -88,7 +88,7 @@ def pack_documents(
 
 
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the document indices of each row."""
+    """Pack the documents of one window. Return each row's documents, as indices into ``lengths``."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # sorted (free tokens, row); the best fit is the first row with enough
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -91,7 +91,7 @@ class TextPairRows(PairRows):
     num_values = 1
 
     def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
-        """Return both texts of each pair. The loss mask contains no tokens, only the chosen text's margin."""
+        """Return both texts of each pair. The loss mask selects the chosen text's margin and no tokens."""
         import numpy as np
 
         documents = []

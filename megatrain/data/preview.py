@@ -38,7 +38,7 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One of a row's texts, as the model sees it. ``TokenizedRow`` explains attributes that are not listed here.
+    """One of a row's texts, as the model sees it. Other attributes are as in ``TokenizedRow``.
 
     Attributes:
         number: Row number, counted from 1 across all sources.
@@ -50,6 +50,7 @@ class RowPreview:
         num_tokens_before: Number of tokens before truncation.
         dropped: Reason why the row is not used for training, or "".
         num_pieces: Number of documents that the shown text is split into. Each begins with the start tokens.
+        left_out: Fields of the row that the chat template does not render.
     """
 
     number: int
@@ -187,7 +188,7 @@ def _decode_runs(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """Statistics of one ``[[data.train]]`` source. The source's weight is not applied."""
+    """Statistics of one ``[[data.train]]`` source, before its weight is applied."""
 
     path: str
     weight: float

@@ -69,7 +69,7 @@ class RowKind:
     is_text = False
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the texts to tokenize for a row. Raises DataError if the row has another kind."""
+        """Return the texts to tokenize for a row. Raises DataError if the row is of a different kind."""
         return [cast("PlainRow", row)]
 
     def titles_of(self, row: DataRow) -> Sequence[str]:

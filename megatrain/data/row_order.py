@@ -19,7 +19,7 @@ _SHUFFLE_STREAM, _PACK_STREAM = 0, 1  # indices of random streams; token_dataset
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """Position of a loader: its complete state in a checkpoint. The next step is ``step`` of epoch ``epoch``.
+    """Position of a loader: its complete state in a checkpoint. ``epoch`` and ``step`` identify the next step.
 
     Attributes:
         cursor: Position in the streams as JSON, or None if the data is not streamed.

@@ -55,7 +55,7 @@ class ScoreKind:
     Attributes:
         model: Name or folder of the teacher.
         weights: Checksum of samples from the teacher's weights.
-        mlp_rows: Tokens per MLP call.
+        mlp_rows: Number of tokens that an MLP computes at a time, or 0 for no limit.
         split_experts: Whether fused experts were computed in parts. This changes how their sums are rounded.
         tokenizer: Checksum of the tokenizer.
         data: Fingerprint of the dataset.

@@ -46,8 +46,8 @@ def read_source(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> 
     Errors for empty files are yielded last.
 
     Raises:
-        DataError: A file is missing or damaged, a row lacks fields that its format requires, all files are empty, or a
-            column named in ``columns`` occurs in no row.
+        DataError: A file is missing or damaged, a row lacks required fields, all files are empty, or a column in
+            ``columns`` occurs in no row.
     """
     count = 0
     empty_files: list[Path] = []

@@ -103,8 +103,8 @@ def _shards_checksum(shards: Shards) -> str:
 def changed_sources(table: DataConfig, recorded_checksums: Sequence[str]) -> list[str]:
     """Return a message for each source whose files have changed. Nothing is tokenized.
 
-    If a source cannot be read, the message states the reason. Hub datasets are skipped, because reading them could
-    download them.
+    If a source cannot be read, the message states the reason. Hub datasets are skipped, because reading one could
+    start a download.
 
     Args:
         table: ``[data]``, with ``streaming`` as it was when the run started.

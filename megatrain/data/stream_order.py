@@ -74,8 +74,8 @@ class StreamOrder:
     def _prepare(self, cursor: Cursor) -> Future[Window]:
         """Prepare a window on a new thread.
 
-        The thread is not a daemon, because Python could kill a daemon inside the tokenizer at exit. Python therefore
-        waits for the thread at exit.
+        The thread is not a daemon, because Python could kill a daemon thread at exit while it runs the tokenizer.
+        Instead, Python waits for the thread at exit.
         """
         window: Future[Window] = Future()
 

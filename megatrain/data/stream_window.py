@@ -20,7 +20,7 @@ from megatrain.data.stream import StreamDataset
 from megatrain.data.table import weights_at
 from megatrain.data.token_dataset import TokenDataset
 
-#: Indices of random streams. The order of epochs and the dataset use streams 0 to 3.
+#: Indices of random streams. ``row_order`` and ``token_dataset`` use streams 0 to 3.
 _SHARD_STREAM, _ROW_STREAM, _ORDER_STREAM = 4, 5, 6
 #: Maximum numbers of rows and characters in a window. All rows of a window are in RAM.
 WINDOW_ROWS = 4096
@@ -69,7 +69,7 @@ class Window:
         cursor: Position in the streams before the window.
         end_cursors: Position in each source after the window.
         rows: Documents of each batch row, in the order in which the rows are used.
-        first_ends: For each source that first reaches its end in this window, the batch row at which it restarts.
+        first_ends: For each source that first reaches its end in this window, the approximate batch row of its restart.
     """
 
     cursor: Cursor
@@ -146,7 +146,7 @@ class _SourceDraft:
 
     Attributes:
         credit: Number of rows by which the source is behind its share.
-        first_end: Rows that the window had when the source first reached its end, or None if it did not in this window.
+        first_end: Number of rows in the window when the source first reached its end, or None if this has not happened.
     """
 
     def __init__(self, stream: RowStream, share: float, rows: RowEncoder, options: EncodingOptions) -> None:
@@ -180,7 +180,7 @@ class _SourceDraft:
 
 
 def _fill(drafts: Sequence[_SourceDraft], rows_left: int | None, row_tokens: int | None) -> int:
-    """Draw and encode rows until a window is full or has enough rows. Return the number of drawn rows.
+    """Draw and encode rows until the window is full or the weights change. Return the number of drawn rows.
 
     Before each draw, one credit is divided among the sources by weight. The source with the most credit provides the
     row and pays one credit. Each source's number of rows therefore stays within one row of its share.

@@ -1,4 +1,4 @@
-"""Row kind for labelled answers (KTO). Each prompt becomes two documents: with its own answer, and with another one."""
+"""Row kind for labelled answers (KTO). Each prompt becomes two documents, one with its answer and one with another."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class CutDocument:
 class TextCutter:
     """Splitter of texts into pieces of at most ``max_length`` tokens. Keeps an incomplete piece for the next call.
 
-    If a text begins with the tokenizer's start tokens (``<bos>``), all of its pieces begin with them, because the model
-    uses them as an attention sink. A piece's first token is not in the loss, because the tokens that predict it are in
-    the previous piece.
+    If a text begins with the tokenizer's start tokens (``<bos>``), all of its pieces begin with them. The model uses
+    them as an attention sink. A piece's first token is not in the loss, because the tokens that predict it are in the
+    previous piece.
 
     Args:
         max_length: Maximum tokens in a piece, including start tokens.
@@ -66,7 +66,7 @@ class TextCutter:
         self._is_first = True
 
     def cut(self, text: TokenizedRow) -> Iterator[CutDocument]:
-        """Yield the pieces that this part of a text completes. At the end of a text, yield the last, shorter piece."""
+        """Yield the pieces that this part of a text completes. Without joining, the end of a text completes a piece."""
         trained = text.trained
         if text.is_start:
             self._repeated_tokens = self._start_tokens if self._has_start_tokens(text.tokens) else []

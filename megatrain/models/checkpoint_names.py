@@ -111,7 +111,7 @@ class LoadPlan:
         target_steps: Conversion step for each parameter and persistent buffer.
         missing: Parameters and buffers of the model that no checkpoint tensor provides.
         unexpected: Checkpoint tensors that the model does not have.
-        ignored: Name in the model, by checkpoint name, of each tensor that the model's class declares as ignorable.
+        ignored: Tensors that the model's class declares as ignorable: name in the model, by checkpoint name.
         transforms: Transforms that matched a tensor. An export applies their inverses.
     """
 

@@ -1,4 +1,4 @@
-"""Interface of converters. A converter adapts a model. Each converter is a file that the core never imports.
+"""Interface of converters. A converter adapts a model. It is in a separate file, which the core never imports.
 
 The core builds a folder's skeleton, finds its units, streams their weights through the forwards, and writes the weights
 back. Some models or runs need more: adapters, split experts, images, or attention within documents. Converters add
@@ -51,7 +51,7 @@ class ModelConverter:
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> ModelConverter | None:
-        """Return a new converter for one graph, or None if the run needs none. By default, every run needs one."""
+        """Return a new converter for one graph, or None if the run needs none. The default always returns one."""
         return cls()
 
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
@@ -73,7 +73,7 @@ class ModelConverter:
     # -- units and layouts --------------------------------------------------------------------------------------------
 
     def plain_name(self, name: str) -> str:
-        """Return a converted model's parameter name as used in blocks, checkpoints and exports."""
+        """Convert a parameter's name in the converted model to its name in blocks, checkpoints and exports."""
         return name
 
     def is_unit(self, module: nn.Module) -> bool:
@@ -113,7 +113,7 @@ class ModelSettings:
 
     Attributes:
         table: The ``[model]`` table.
-        lora: Settings of adapters, which are trained or only run, or None. Adapters freeze the model's weights.
+        lora: Settings of the adapters, or None for no adapters. Adapters freeze the model's weights.
         task_spec: Settings of the converter that turns a language model into the task's model. None if not needed.
     """
 
@@ -131,7 +131,7 @@ class ConverterSpec(Protocol):
 
 
 class ConvertedGraph(Protocol):
-    """Part of a model graph that converters and exports use."""
+    """Interface of a model graph for converters and exports."""
 
     @property
     def model(self) -> PreTrainedModel: ...

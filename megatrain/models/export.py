@@ -1,8 +1,8 @@
 """Export of a trained model to a Hugging Face folder, unit by unit, with verification and an atomic rename.
 
 The files are written to a hidden folder next to the target. This folder is renamed after all files have been verified.
-An export needs RAM for leased layouts of its source and for one small piece of a tensor. A conversion that does more
-than stack, join, cut and transpose also needs RAM for all of its tensors.
+An export needs RAM for the layouts that its source has leased, and for one small piece of a tensor. A conversion that
+does more than stack, join, cut and transpose also needs RAM for all of its tensors.
 """
 
 from __future__ import annotations
@@ -307,8 +307,8 @@ def export_model(
         The absolute path of the finished folder.
 
     Raises:
-        ExportError: ``out_dir`` contains other files, the drive is too full, writing or verifying failed, or the
-            origin's pass-through tensors are missing or have changed since training began.
+        ExportError: ``out_dir`` contains other files, the drive is too full, writing or verifying failed, or
+            pass-through tensors are missing or have changed since training began.
         ConversionError: The weights cannot be converted to the checkpoint form of this model.
     """
     out = Path(out_dir).absolute()

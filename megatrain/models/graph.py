@@ -187,7 +187,7 @@ class ModelGraph:
         model: Skeleton with parameters on the meta device. Buffers have values, on the CPU until a runner moves them.
         units: All units in definition order. Together, they own all parameters.
         layouts: Layouts by name. Each unit that owns parameters has one or two (`<unit>`, `<unit>.frozen`).
-        owner_names: Maps every other name of a tied parameter to its name in the owner's layout.
+        owner_names: Name of each tied parameter in its owner's layout, by each of the parameter's other names.
         converters: Converters that changed the skeleton. They also change its passes and exports.
         optional_units: Indices of units that a micro-batch can skip, for example because it has no images.
     """

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _ID_PATTERN = re.compile(r"\w[\w.-]*/[\w.-]+")
-#: Files to fetch for a model, except weights. The ignored subfolders contain the same model in other formats.
+#: Files to fetch for a model, except weights. ``config.json`` is fetched last; other ignored files are duplicates.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _IGNORED_FILES = ["config.json", "original/*", "onnx/*", "*.gguf"]
 

@@ -95,7 +95,7 @@ class Initializer:
 
     Args:
         model: Skeleton of the model. Its parameters can be on the meta device.
-        names: Parameters of a layout. A module's rule draws the module's parameters in ``names``, in order.
+        names: Parameters of a layout. Those in the same module are drawn from one random sequence.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
@@ -319,14 +319,14 @@ def _record_rules(model: PreTrainedModel, names: Sequence[str], seed: int) -> _R
         return None  # a rule reads a tensor's values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
     first_ops = [ops[0] if ops else None for ops in operations.values()]
-    # If the rules leave a parameter incomplete, `reset_parameters` must fill it, so use whole tensors for all of them.
+    # If the rules leave a parameter incomplete, `reset_parameters` must fill it, so use whole tensors in this layout.
     if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in first_ops):
         return None
     return _Rules(operations)
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return a module's seed, which depends on the run's seed and the module's name."""
+    """Return the random seed for a module or tensor, computed from the run's seed and its name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
@@ -349,7 +349,7 @@ def _reset_parameter(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Map each name to its parameter's first name. The module with this name sets the parameter's values."""
+    """Map each name to its parameter's first name. The module at that name initializes the parameter."""
     owners = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: owners.get(name, name) for name in names}
 
@@ -373,7 +373,7 @@ def _bind(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[Non
 def _find_modules(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield (name, module, model with the rules) for each module that owns ``tensors``, and for all its ancestors.
+    """Yield (name, module, model whose rules apply) for each module that owns ``tensors``, and for all its ancestors.
 
     As in transformers, children come first, because a parent's rule can change its descendants. For example, GPT-2
     scales the last projection of each block.

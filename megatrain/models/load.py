@@ -62,7 +62,7 @@ class WeightLoader:
     """Loader of a model's parameters and persistent buffers from a folder. Not thread-safe.
 
     Before the loader reads weights, it checks all names, shapes and dtypes. It rejects a folder if a tensor would be
-    neither loaded nor copied by an export, or if an export could not restore one of the folder's names.
+    neither loaded nor copied by an export, or if an export could not restore a name.
 
     Args:
         path: A Hugging Face folder that contains safetensors files.

@@ -86,7 +86,7 @@ class Packing:
     Attributes:
         plain_weights: Weights that are not quantized.
         weights: Quantized weights. Empty for a block without packed bytes.
-        byte_ranges: Maps (name of a tensor in the files, range of its bytes) to (offset in the block, decoder).
+        byte_ranges: Offset in the block and decoder, by (name of a tensor in the files, range of its bytes).
         gaps: Byte ranges of the block that are unused.
         nbytes: Size of the block.
         num_elements: Length of the layout.

@@ -1,8 +1,8 @@
 """Pass-through tensors: tensors in a model's folder that are not loaded, but copied unchanged to an export.
 
 They use no memory, because an export copies them directly from the folder. They include buffers, tensors that
-transformers ignores, and tensors of modules that a converter removes from the skeleton, such as a vision tower in a run
-without images. Every tensor of a folder is loaded, passed through or rejected. Messages call them "kept as they are".
+transformers ignores, and tensors of modules that a converter removes (such as a vision tower in a run without images).
+Every tensor of a folder is loaded, passed through or rejected. Messages call them "kept as they are".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ATTRIBUTE = "_megatrain_passthrough_modules"
 
 
 class _PassthroughWeight(Tensor):
-    """Placeholder with a pass-through weight's shape and dtype. Any use raises an error."""
+    """Placeholder with a pass-through weight's shape and dtype. Any use of its values raises an error."""
 
     weight_name: str
     model_name: str

@@ -66,7 +66,7 @@ class Region:
 
     @property
     def is_readable_in_place(self) -> bool:
-        """Whether the source box has contiguous rows or few gaps. Not the case for transposed slices of columns."""
+        """Whether the source box has contiguous rows or few gaps. False for transposed slices of columns."""
         if self.num_elements == 0:
             return True
         region = _merge_dimensions(self)

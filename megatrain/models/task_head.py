@@ -23,7 +23,7 @@ _OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # class n
 
 @dataclass(frozen=True)
 class TaskHead:
-    """Differences between a folder and a model with a task head.
+    """Differences between a language model's folder and a model with a task head.
 
     Attributes:
         head_pattern: Pattern for the names of the head's parameters, which are initialized if the folder lacks them.
