@@ -22,7 +22,7 @@ _MIN_FREE_BYTES = 4 * GiB
 
 
 def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
-    """Return facts about this machine. Allocates and writes nothing.
+    """Return facts about this machine, without allocating or writing anything.
 
     Args:
         folder: Folder in which the config will be. The folder's drive comes first, with a path relative to the folder.

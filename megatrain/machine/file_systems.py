@@ -51,7 +51,7 @@ class FileSystem:
 
     @property
     def medium(self) -> Medium:
-        """Kind of place that keeps the file system's bytes, derived from the file system's kind."""
+        """Place in which the file system keeps its bytes, derived from the file system's kind."""
         if self.kind in _IN_MEMORY:
             return "memory"
         if self.kind.startswith(_LAYERS):

@@ -1,4 +1,4 @@
-"""Format of machine files: TOML with a machine's figures and their origins, so that any machine can plan its runs.
+"""Format of machine files: TOML with a machine's figures and their origins, for plans made on other machines.
 
 The package contains files for common machines (``megatrain/machine/machines``). ``doctor --save-profile`` writes a
 file. A figure is a table. Its key ``is`` has the value with its unit. Exactly one other key states the origin:
@@ -311,6 +311,6 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a quoted TOML string."""
+    """Return a quoted TOML string, with question marks in place of unprintable characters."""
     printable = "".join(character if character.isprintable() else "?" for character in text)
     return '"' + printable.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,4 +1,4 @@
-"""A machine that a machine file describes. Plans for it read nothing on this machine."""
+"""A machine that a machine file describes. Plans for it use no memory sizes, drives or rates of this machine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PlannedMachine(Machine):
 
     @cached_property
     def profile(self) -> MachineProfile:
-        """The file's figures as a profile, like the profile that doctor measures."""
+        """The file's figures, in the same form as a profile that doctor measures."""
         gpu, cpu, ram = self.file.gpu, self.file.cpu, self.file.ram
 
         def rates_by_device(prefix: str = "") -> dict[str, float]:

@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from megatrain.machine.file_systems import file_system_of
 from tiered.units import GiB
 
-#: Age in days above which plans report how old their rates are. Plans still use older rates.
+#: Age in days above which plans advise measuring the rates again. Plans still use older rates.
 STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -89,7 +89,7 @@ class MachineProfile(_Record):
         adamw_params_per_s: Parameters per second that the AdamW kernel updates, by dtype of the weights.
         matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matmuls. On a CPU, measured in the layers of steps; on a GPU,
             with large matrices.
-        attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting only a causal kernel's work. Empty if
+        attention_flops_per_s: Same keys -> FLOP/s of fused attention, without work that causal kernels skip. Empty if
             not measured.
         elementwise_bytes_per_s: Same keys -> bytes/s that other layer operators read and write. Empty if not measured.
         launches_per_s: Operator calls per second of a CPU thread, including a step's Python code. None if not measured.
@@ -166,7 +166,7 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
 
 
 def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
-    """Write a machine's profile atomically, and return the file.
+    """Write a machine's profile atomically, and return the file's path.
 
     The file keeps the figures of other machines, and of drives that this measurement did not include.
 

@@ -23,7 +23,7 @@ class TierSpecs:
         rates: Relative share of each drive in striped blocks.
         has_rates: Whether the config sets these shares.
         emulates_gpu: Whether a part of RAM emulates GPU memory.
-        file_bytes: Maximum size of one of a block's files, or None for the tier's default.
+        file_bytes: Maximum size of each file of a block, or None for the tier's default.
     """
 
     table: TiersConfig

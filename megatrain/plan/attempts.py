@@ -33,7 +33,7 @@ from tiered.units import PAGE_BYTES, round_up
 
 _Count = Literal["auto"] | int
 _ALL_LAYERS = 1 << 20  # exceeds the number of layers of any model
-#: Maximum number of visits by which weights are gathered ahead. Only memory that is otherwise free is used.
+#: Maximum distance, in visits, by which weights are gathered ahead. Distances above 1 use only otherwise free memory.
 MAX_GATHERS_AHEAD = 3
 
 
@@ -42,10 +42,10 @@ class Attempts:
     """Candidate programs for a run's step, in the order in which the planner tries them.
 
     Attributes:
-        run: Run of the model, or a copy with a different gradient dtype, tiers or order of micro-batches.
-        profile: Measured rates, by which the planner chooses the blocks whose home is GPU memory.
+        run: The model's run, or a variant of it, for example with a different gradient dtype or different tiers.
+        profile: Measured rates, used to choose the blocks whose home is GPU memory.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        max_ahead: Maximum number of visits by which a run with several processes gathers weights ahead.
+        max_ahead: Maximum gather distance in visits, for runs with several processes.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
     """
 
@@ -57,7 +57,7 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_fit(self) -> PlacedStep | Shortfall:
-        """Place the first program that fits. If none fits, return the shortfall of the tier that was too small last."""
+        """Place the first program that fits. If none does, return the smallest shortfall of the last overfull tier."""
         shortfalls: list[Shortfall] = []
         for program in self.programs():
             step = self.place(program)
@@ -68,7 +68,7 @@ class Attempts:
         return min((s for s in shortfalls if s.tier == shortfalls[-1].tier), key=lambda s: s.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
-        """Yield candidate programs. The first hides the most latency, and the last needs the least memory."""
+        """Yield candidate programs, from those that hide the most latency to those that need the least memory."""
         for overlaps_device in self._overlap_choices():
             for gathers_ahead in self._gather_distances():
                 yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
@@ -92,7 +92,7 @@ class Attempts:
         return (1, 0) if is_possible else (0,)
 
     def _gather_further_ahead(self, step: PlacedStep) -> PlacedStep:
-        """Gather weights as far ahead as allowed without changing any block's home. Return the resulting step.
+        """Gather ``max_ahead`` visits ahead if that fits and does not change the traffic. Return the resulting step.
 
         This hides gathers that take longer than computing one layer. Gathers must not delay copies of other blocks, so
         the largest working set must fit in memory twice.
@@ -213,7 +213,7 @@ def _fits_entirely(budget: TierBudget, program: StepProgram) -> bool:
 
 
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
-    """Return the bytes that the working set saves if gradients and split weights are leased in parts."""
+    """Return by how many bytes the working set shrinks if gradients and split weights are leased in parts."""
 
     def layout_bytes(layout: UnitLayout) -> int:
         nbytes = 4 * program.sharding.own_lanes.max_open_sums

@@ -59,7 +59,7 @@ def with_residents(
     """Return the budgets with the rules for homes in GPU memory, and with the RAM needed to load weights.
 
     Args:
-        profile: Rates of this machine if its GPU computes. Without rates, the planner orders homes by bytes.
+        profile: Rates of the machine if a GPU computes, else None. Without rates, blocks are ranked by saved bytes.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":

@@ -60,7 +60,7 @@ class CopyWindows:
 
     def buffer_counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
         """Return the number of buffers that ``num_ticks`` ticks need, by size and first tick."""
-        # Count a copy once per window, at its first use. The window must begin after the copy's previous use.
+        # Count a copy once in each window of ticks: at its first use, in windows that begin after its previous use.
         starts = np.maximum(np.maximum(self._previous_ticks + 1, self._ticks - num_ticks + 1), 0)
         stops = np.minimum(self._ticks + 1, self._num_ticks)
         is_counted = starts < stops

@@ -24,10 +24,10 @@ from megatrain.trace.counting import is_counted
 #: Attention rate as a fraction of the matmul rate, assumed if not measured. On an H100, flash attention reaches 0.55 in
 #: the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.
 _ATTENTION_SHARE = 0.5
-#: Kernel launches per second of one thread, assumed if not measured. Measured on a server CPU with 2 cores.
+#: Kernel launches per second of one thread, assumed if not measured. The value comes from a 2-core server CPU.
 _LAUNCHES_PER_S = 25_000.0
-#: Costs in CPU launches: of a GPU launch (streams, allocator, torch's CUDA dispatch), of a lease with its share
-#: of an update's launches, and of a transfer. Measured in steps without kernels (docs/null_gpu.md).
+#: Costs relative to a CPU launch: a GPU launch (streams, allocator, torch's CUDA dispatch), a lease with its share of
+#: update launches, and a transfer. Measured in steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 _ADAMW_TOUCHED = 28  # doctor's kernels read master, m, v and an fp32 gradient, and write back the first three
 _COUNTED = "computing       products, attention and other operators at their rates"
@@ -85,7 +85,7 @@ class DeviceCosts:
         )
 
     def computing_s(self, work: Work) -> float:
-        """Return the device's compute seconds."""
+        """Return the seconds that the device needs for ``work``."""
         return (
             work.product_flops / self.product_flops_per_s
             + (work.attention_flops - work.skipped_flops) / self.attention_flops_per_s
@@ -107,7 +107,7 @@ def _describe_assumed_rates(machine: MachineProfile, device: str, key: str) -> I
 
 
 class HostSeconds(NamedTuple):
-    """Seconds per step in the host's Python code; 0 if unknown or timed. ``launching_s`` grows with the tokens."""
+    """Seconds in the host's Python code: per step (launches, leases) and per transfer. 0 if unknown or timed."""
 
     launching_s: float = 0.0
     leasing_s: float = 0.0
@@ -127,7 +127,7 @@ class StepCosts(ABC):
     @property
     @abstractmethod
     def note(self) -> str:
-        """Line with the source of the compute seconds."""
+        """Line that states where the compute seconds come from."""
 
     @property
     @abstractmethod
@@ -239,7 +239,7 @@ def step_costs(step: PlacedStep, num_tokens: int, machine: MachineProfile) -> St
 
 
 def _host_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
-    """Return the seconds of the host's update kernels, or None if doctor does not measure this optimizer or format."""
+    """Return the seconds of the host's update kernels, or None if the measured rates do not determine them."""
     num_processes, is_split = step.run.world.local_size, step.graph.dtype.itemsize == 2
     num_updated = step.updates.num_weights(on_gpu=False) * num_processes
     rate = machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
@@ -257,7 +257,7 @@ def _host_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
 
 
 def gpu_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
-    """Return the GPU's seconds for updates in GPU memory: the touched bytes, divided by the memory rate.
+    """Return the GPU's seconds for updates in GPU memory (touched bytes / memory rate), or None if a rate is unknown.
 
     The result includes orthogonalization on the GPU for updates whose other parts run on the host.
     """

@@ -69,7 +69,7 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
 
 
 def estimate_step(step: PlacedStep, shape: StepShape, loaded: LoadedProfile) -> Estimate:
-    """Estimate the times of a step at the rates of a profile, and its writes to drives."""
+    """Estimate a step's times at the rates of a profile, and the step's writes to drives."""
     written_bytes = split(nvme_written_bytes(step.traffic), shape)
     run_written_bytes = None
     if shape.num_steps is not None:
@@ -255,7 +255,7 @@ class _StepTime:
         return busy_s, max(processors, key=self.seconds.__getitem__)
 
     def crossing_tokens(self) -> float | None:
-        """Return T*: the number of tokens above which computing takes longer than the slowest link and a GPU's host.
+        """Return T*, the number of tokens above which computing takes longer than links and a GPU's host, or None.
 
         Micro-batches keep their length, so activation bytes and kernel launches grow with the tokens. All other bytes
         and launches are constant.
@@ -269,7 +269,7 @@ class _StepTime:
         # If micro-batches run one at a time, only one of them hides updates, regardless of the number of tokens.
         hiding_s = self._hiding_share * self._busy_s("compute")
         hiding_per_token, hiding_s = (hiding_s / self._tokens, 0.0) if self._runs_together else (0.0, hiding_s)
-        # Processors exceed a link's time by computing alone, or by updates plus the computing that hides no updates.
+        # (slope, offset) of the busy time by tokens: computing alone, or updates plus computing that hides no updates.
         lines = [(per_token, 0.0), (per_token - hiding_per_token, optimizer_s - hiding_s)]
         crossing = 0.0
         for name, constant_s in constant_seconds.items():
@@ -296,7 +296,7 @@ class _StepTime:
 
     @cached_property
     def _hiding_share(self) -> float:
-        """Share of compute time during which the host can update: one phase of the micro-batches that run together.
+        """Share of the compute time that can hide host updates: one phase of the micro-batches that run together.
 
         Updates that wait for the global norm overlap with the forward of the next step. Other updates overlap with the
         backward. On a CPU, no updates overlap.
@@ -355,7 +355,7 @@ def _format_age(days: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """Length and traffic of a whole run. Evaluations are not counted. Only ``saved_bytes`` counts saves.
+    """Length and traffic of a whole run. Evaluations are not counted. Only the last two fields count checkpoints.
 
     Attributes:
         num_steps: Number of steps, or None if only the data determines it.

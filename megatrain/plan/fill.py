@@ -40,7 +40,7 @@ class _Results:
 def with_results(
     plan: Plan, place: Callable[[StepProgram], Plan | None], step_s: Callable[[Plan], float], *, drive_bytes: int
 ) -> Plan:
-    """Return the plan with the number of results to save that makes steps shortest, or ``plan`` if none helps.
+    """Choose how many results to save for the shortest steps. Return the new plan, or ``plan`` if saving does not help.
 
     A binary search first tries the largest number of results that fits. It assumes that each result saves as much time
     as the previous one, until memory is full or a link is the bottleneck.

@@ -1,7 +1,7 @@
-"""Plans of forward passes. Their only blocks are weights, without gradients, state or saved activations.
+"""Plans of forward passes, which use only blocks of weights (or of averages) and KV caches.
 
-Each pass reads every unit's weights once for all of the pass's micro-batches, so traffic does not depend on the number
-of tokens. Above T* tokens, computing hides the traffic (``Estimate.crossing_tokens``).
+Each pass reads every unit's weights once for all of the pass's micro-batches, so weight traffic does not depend on the
+number of tokens. Above T* tokens, computing hides the traffic (``Estimate.crossing_tokens``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tiered.units import PAGE_BYTES, round_up
 _NUM_LOGIT_COPIES = 8
 #: Passes between a run's steps are planned without rates, because the traced step's counts include a backward.
 _NO_RATES = LoadedProfile(None)
-#: Number of copies of a pass's scores: the computed scores, the scores by document, and the written rows.
+#: Number of copies of a pass's scores in RAM: as computed, split by document, and as rows to write.
 _NUM_SCORE_COPIES = 3
 
 
@@ -59,7 +59,7 @@ def forward_run(run: RunSpec) -> RunSpec:
 
 
 def check_weights(run: RunSpec) -> None:
-    """Raise an error for a model with random weights, because it can only be planned.
+    """Raise an error if the model has random weights. It can be planned, but its output is meaningless.
 
     Raises:
         ConfigError: If ``model.train_from_scratch`` is set.
@@ -114,7 +114,7 @@ def _place(
 
 
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
-    """Plan passes that score the tokens of rows.
+    """Plan forward passes that score the tokens of data rows.
 
     Args:
         run: Result of ``forward_run``. Each of its steps is one pass.
@@ -173,7 +173,7 @@ class GenerationPlan:
 
 
 def plan_generation(run: RunSpec) -> GenerationPlan:
-    """Plan generation for a batch of prompts, with at most ``batch.max_length`` tokens including the new ones.
+    """Plan generation for a batch of prompts. A prompt and its completion have at most ``batch.max_length`` tokens.
 
     Args:
         run: Result of ``forward_run``.
@@ -227,7 +227,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     """Return a run whose steps are batches of prompts.
 
     Args:
-        rows: Prompts of a micro-batch, at most ``num_prompts``.
+        rows: Prompts per micro-batch, at most ``num_prompts``.
         num_prompts: Prompts per batch, rounded up to whole micro-batches.
         max_length: Maximum number of tokens in a prompt and its completion together.
     """
@@ -270,7 +270,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
 
     Args:
         plan: Plan of the training run.
-        rows: Prompts of a micro-batch.
+        rows: Prompts per micro-batch.
         max_length: Tokens of the longest prompt and its completion.
 
     Raises:

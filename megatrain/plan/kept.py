@@ -53,8 +53,8 @@ class GraphKeeper:
 
         Args:
             graphs: ``auto`` keeps graphs of the last layers, as many as fit, if the compute tier fetches nothing. A
-                number reserves memory for the graphs of that many last layers before other blocks. If this displaces a
-                layer's weights from the compute tier, the layer keeps no graph.
+                number reserves memory for the graphs of that many last layers before blocks get homes. If this
+                displaces a layer's weights from the compute tier, the layer keeps no graph.
             results: ``auto`` saves results of the last layers without graphs, as many as fit, if no block moves. A
                 number saves results of matmuls and attention of that many last layers, in any allowed home tier.
         """
@@ -82,7 +82,7 @@ class GraphKeeper:
         return PlacedStep(self._run, self._traced, program, placement, budgets, kept_bytes=nbytes)
 
     def _fill_free_memory(self, step: PlacedStep, *, graphs: bool, results: bool) -> PlacedStep:
-        """Keep graphs or results for all of the last visits that fit without changing the placement.
+        """Keep graphs or results for as many of the last visits as fit without changing the placement.
 
         The kind that saves more operations per byte comes first.
         """
@@ -105,7 +105,7 @@ class GraphKeeper:
         return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
 
     def candidates(self) -> list[int]:
-        """Return the visits whose graphs may be kept, which avoids a recompute.
+        """Return the visits whose graphs may be kept to avoid a recompute.
 
         A graph contains views of the weights, so visits that decode their weights are excluded. If such a visit reuses
         an input that an earlier visit saves, the earlier visit is also excluded.
@@ -159,7 +159,7 @@ class _FreeMemory:
         }
 
     def spend(self, kind: KeptKind) -> None:
-        """Keep graphs or results for the last visits while memory is left. Drop kinds that save less recompute."""
+        """Keep graphs or results of the last visits while memory is left, instead of kinds that save less recompute."""
         if kind == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:

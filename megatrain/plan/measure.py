@@ -231,7 +231,7 @@ def measure_ticks(
 
 
 def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
-    """Return the largest ``kind_bytes`` with which blocks and workspace fit in RAM."""
+    """Return ``kind_bytes``, halved until blocks and workspace fit in RAM."""
     room_bytes = min(plan.budgets["ram"], available_ram_bytes())
     while True:
         need_bytes = workspace + shared_bytes(plan.program.blocks, kind_bytes)
@@ -398,7 +398,7 @@ def with_timed_steps(
 
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
-    """Return a plan whose estimate replays measured ticks, at the measured rates of drives and buses."""
+    """Return a plan with measured ticks. Its step time is from a replay at the measured rates of drives and buses."""
     timed_plan = price_step(replace(plan.step, ticks=ticks), load_profile())
     step_s, estimate = step_seconds(timed_plan), timed_plan.estimate
     return replace(plan, ticks=ticks, estimate=estimate if step_s is None else replace(estimate, step_s=step_s))

@@ -97,7 +97,7 @@ class Placement:
         generation_bytes: Bytes reserved for committed generations in addition to the live blocks, by tier.
         buffers: Number of buffers for copies, by tier and slot bytes. They are created before the first step. In a tier
             without an entry, a copy may first have to free a buffer of a different size.
-        missing_bytes: Bytes by which a tier is too small for fixed buffers of each size, by tier, for runs on a GPU.
+        missing_bytes: Bytes by which tiers are too small for separate buffers of each size, by tier. GPU runs only.
     """
 
     homes: Mapping[str, str]
@@ -134,7 +134,7 @@ class PlacementSolver:
     Args:
         tiers: Budgets, fast to slow.
         open_bytes: Bytes that homes must leave free for prefetched copies and write-backs, by tier.
-        stay_share: Share of the memory free of homes and working sets that copies may occupy between two uses.
+        stay_share: Share of the memory outside of homes and working sets that copies may occupy between two uses.
         existing_homes: Homes of blocks that already exist, by key.
 
     Attributes:
@@ -200,8 +200,7 @@ class PlacementSolver:
         tier = state.overfull_tier(ahead=False)
         if tier is not None:
             return self._shortfall(tier, state)
-        # Without a GPU, reallocated buffers cost page faults, which matter less than the memory that fixed buffers
-        # take.
+        # Without a GPU, fixed buffers are not worth their memory: reallocating buffers costs only page faults.
         names = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
         buffer_room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in names}
         return HomeAssignment(state, buffer_room)
@@ -217,7 +216,7 @@ class PlacementSolver:
         return state
 
     def _assign_homes(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> _HomeState:
-        """Move blocks to faster homes in ``order``. Leave memory for the copies of two ticks if they fit."""
+        """Move blocks to faster homes in ``order``, and leave memory for the copies of two ticks if possible."""
         homes = {key: max(self._homes(b), key=self.order.index) for key, b in self.program.blocks.items()}
         state = _HomeState(self, homes)
         for ahead in (True, False):
@@ -303,7 +302,7 @@ class PlacementSolver:
         return Shortfall(tier, need_bytes, have_bytes, advice + self._checkpoint_advice(tier, state))
 
     def _checkpoint_advice(self, tier: str, state: _HomeState) -> str:
-        """Return sentences that state the smaller need with fewer checkpoints on a tier, or without any."""
+        """Return sentences that state what a tier would need with fewer checkpoints, and with none."""
         generations = self.tiers[tier].generations
         if not state.generation_bytes[tier]:
             return ""
@@ -316,14 +315,14 @@ class PlacementSolver:
         return f"{text} would need {need} ({format_size(need)})."
 
     def _need_bytes(self, generations: int, tier: str) -> int:
-        """Return the smallest capacity of a tier that can keep ``generations`` generations."""
+        """Return the smallest capacity with which a tier can hold ``generations`` generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self.tiers.values()]
         limits = self._open_bytes, self._stay_share, self._existing_homes
         solver = PlacementSolver(self.program, tiers, self._allowed, *limits)
         return solver._best_state().peak(tier, ahead=False)
 
     def describe(self, assignment: HomeAssignment) -> Placement:
-        """Return the placement that results from settled homes."""
+        """Return the placement that results from an assignment of homes."""
         state = assignment.state
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self.order}
         for key, block in self.program.blocks.items():
@@ -389,7 +388,7 @@ class _HomeState:
             self._recount(tick_index)
 
     def _recount(self, tick_index: int) -> None:
-        """Compute a tick's working set again after homes have changed."""
+        """Recompute a tick's working set in every tier after homes have changed."""
         tick, tick_tier, solver = self._ticks[tick_index], self._tick_tiers[tick_index], self.solver
         groups = (tick.held, *tick.passing)
         sizes_by_tier = {name: [0] * len(groups) for name in solver.order}
@@ -413,7 +412,7 @@ class _HomeState:
         return self._home_bytes[tier] + other_bytes + self.largest_working_set(tier, ahead=ahead)
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
-        """Return the bytes left for stays at every tick, after the copies for the tick and for one neighboring tick."""
+        """Return the bytes left at every tick for copies that stay, after the copies of that tick and a neighbor."""
         sizes = self._working_sets[tier].by_tick
         pair_sizes = [
             size + max(previous_size, next_size)

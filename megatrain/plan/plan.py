@@ -38,7 +38,7 @@ class TracedModel:
             value.
         flash_note: Reason why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
         in_place: Frozen layouts that may stay in the model's folder, by name.
-        encodings: Encoding of each layout's weight, by layout name, as in ``StepProgram``.
+        encodings: Encodings of packed weights, by layout name, as in ``StepProgram``.
     """
 
     run: RunSpec
@@ -128,7 +128,7 @@ class Plan(PlacedStep):
     """Placed step with its estimate: all decisions made before a run starts.
 
     Attributes:
-        estimate: Estimated step time and writes to drives, at the rates measured on this machine.
+        estimate: Estimated step time and writes to drives, at the known rates of the machine.
         objections: Reasons against running the plan on this machine.
         library_memory: Sentence about the GPU memory left to libraries, or "" without a GPU.
     """

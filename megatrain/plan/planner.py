@@ -29,7 +29,7 @@ from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates
 from megatrain.plan.traced import trace_model
 
-#: Factor by which results that layers save may at most increase writes to drives, unless the config requests them.
+#: Unless the config requests results of layers, saving them may increase writes to drives at most by this factor.
 _MAX_WEAR_FACTOR = 1.1
 
 
@@ -53,7 +53,7 @@ def plan_run(
             model, and its trace if micro-batches have the same shape on the same kind of device. This saves most of the
             time.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        max_ahead: Maximum number of visits by which several processes gather weights ahead.
+        max_ahead: Maximum gather distance in visits, for runs with several processes.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
@@ -88,7 +88,7 @@ def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
 
 
 def _with_configured_streaming(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which the GPU updates groups from RAM, if the config sets their number."""
+    """If the config sets how many groups in RAM the GPU updates, return a plan with that many, else ``plan``."""
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan
@@ -114,8 +114,8 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     """Return whether running one micro-batch at a time is allowed and may shorten a step.
 
     Results are bit-identical. A step then keeps activations of only one micro-batch, so a larger share of them fits.
-    But weights and gradient sums outside the compute tier would move for each micro-batch, and drives would have only
-    one backward, instead of a whole step, to transfer state.
+    But weights and gradient sums outside the compute tier would move for each micro-batch. Drives would have only one
+    backward, instead of a whole step, to transfer state.
     """
     run, recompute = plan.run, plan.program.recompute
     is_allowed = run.advanced.has_open_order and run.recompute.mode == "auto"
@@ -165,9 +165,9 @@ def objections_to(plan: Plan) -> tuple[Objection, ...]:
 
 
 def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
-    """Object to an automatic GPU tier size if the trace could not determine the layers' memory outside of the tier.
+    """Object to an automatic GPU tier size if every layer's forward failed on fake tensors.
 
-    Every layer's forward failed on fake tensors, so the plan assumes that layers compute nothing.
+    The plan then assumes that layers compute nothing, so their memory outside of the tier is unknown.
     """
     tiers, device, trace = plan.run.tiers, plan.run.device, plan.trace
     layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
@@ -212,7 +212,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 def _has_similar_wear(plan: Plan, other: Plan) -> bool:
     """Return whether ``plan`` writes little more to drives than ``other``. More wear needs the user's consent.
 
-    The results of layers are many times larger than gradients and state, so only the config can move them to drives.
+    Results of layers are many times larger than gradients and state, so only the config can move many to drives.
     """
     return nvme_written_bytes(plan.traffic) <= _MAX_WEAR_FACTOR * nvme_written_bytes(other.traffic)
 
@@ -240,7 +240,7 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
 def _plans_with_streamed_updates(plan: Plan, profile: LoadedProfile) -> Iterator[Plan]:
     """Yield plans in which a GPU updates some groups from RAM, so that its bus and the CPU are equally busy.
 
-    The second plan has half that number of groups, because the bus also carries other bytes.
+    Plans with half as many groups follow, because the bus also carries other bytes.
     """
     host_s, machine = plan.estimate.seconds.get("optimizer", 0.0), profile.machine
     gpu = machine.gpu if machine is not None else None

@@ -73,9 +73,9 @@ def process_memory(plan: Plan) -> ProcessMemory:
 
 
 def most_resident_bytes(plan: Plan) -> int:
-    """Return the most resident memory, in bytes, that this process may have when an op starts.
+    """Return the limit for this process's resident memory at the start of an op, in bytes.
 
-    The limit leaves room for the workspace that the op has yet to allocate, such as streams between layers. Call this
+    The limit leaves room for workspace that the op will allocate, such as hidden states between layers. Call this
     when the run begins, because the memory that the process has then is part of the result.
     """
     free_bytes = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes

@@ -36,7 +36,7 @@ def _lane_problem(run: RunSpec) -> Problem:
 
 
 def _find_rank_problems(run: RunSpec) -> Iterator[Problem]:
-    """Yield the reasons why the config cannot run on several ranks. Each rank must have at least one lane."""
+    """Yield the reasons why the config cannot run on several ranks. The caller checks that each rank has a lane."""
     world = run.world
     clause = f"with {world.size} processes"
     if 1 < world.num_hosts < world.size:

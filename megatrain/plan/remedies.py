@@ -19,7 +19,7 @@ from megatrain.machine.table import NvmeTierConfig
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import Remedy, Shortfall
 
-#: Function from a run and a tier to the tier's smallest sufficient capacity, or None if another tier is too small.
+#: Function that returns a tier's smallest sufficient capacity for a run, or None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 

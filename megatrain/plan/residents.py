@@ -58,7 +58,7 @@ class ResidentChooser:
     """Greedy choice of the compute tier's residents.
 
     Args:
-        slot_bytes: Function that rounds content bytes up to that tier's slot bytes.
+        slot_bytes: Function that rounds content bytes up to the compute tier's slot bytes.
     """
 
     def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
@@ -118,7 +118,7 @@ class ResidentChooser:
             yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), index))
 
     def all_keys(self) -> Sequence[str]:
-        """Return all blocks if every kind may be resident, so that a step needs no copies, else no blocks."""
+        """Return the keys of all blocks if every kind may be resident (a step then needs no copies), else no keys."""
         return list(self._program.blocks) if len(self._residency.kinds) == len(KINDS) else ()
 
     def choose(

@@ -41,7 +41,7 @@ class BatchSpec:
             documents of a row.
         order: "layer" runs all micro-batches through each layer before the next layer.
         target_tokens: Target tokens per micro-batch; see ``MICRO_BATCH_TOKENS``.
-        num_lanes: Lanes that add the gradients of micro-batches (``ranks/lanes.py``), or None for one per rank.
+        num_lanes: Number of lanes that add gradients (``ranks/lanes.py``), or None for one lane per rank.
         rows_per_example: Number of rows per example. They must be in the same micro-batch.
     """
 
@@ -56,7 +56,7 @@ class BatchSpec:
 
     @property
     def micro_batch_rows(self) -> int:
-        """Configured rows per micro-batch, or the largest divisor of all rows that ``target_tokens`` and lanes allow.
+        """Configured rows per micro-batch, or the largest divisor of ``num_rows`` that target tokens and lanes allow.
 
         The number of processes has no influence, because it can change at each start and must not affect results.
         """
@@ -79,13 +79,13 @@ class BatchSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Token positions in a step, including padding."""
+        """Number of token positions in a step, including padding."""
         return self.num_rows * self.max_length
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Resolved config of a run on this machine. ``megatrain.training.resolve`` creates it.
+    """Resolved config of a run on a machine. ``megatrain.training.resolve`` creates it.
 
     Attributes:
         task: Name in ``megatrain.tasks.table``.
@@ -161,18 +161,18 @@ class RunSpec:
         return self.lanes.rank_micro_batches(self.world.rank, self.batch.num_micro_batches)
 
     def tokens_of_rank(self, rank: int) -> int:
-        """Return the token positions in a rank's micro-batches of a step."""
+        """Return the number of token positions in a rank's micro-batches of a step."""
         micro_batches = self.lanes.rank_micro_batches(rank, self.batch.num_micro_batches)
         return len(micro_batches) * self.batch.micro_batch_rows * self.batch.max_length
 
     @property
     def num_own_tokens(self) -> int:
-        """Token positions in this rank's micro-batches of a step."""
+        """Number of token positions in this rank's micro-batches of a step."""
         return self.tokens_of_rank(self.world.rank)
 
     @property
     def num_busiest_tokens(self) -> int:
-        """Token positions in the busiest rank's micro-batches. All other ranks wait for this rank."""
+        """Number of token positions in the micro-batches of the busiest rank, for which all other ranks wait."""
         return max(map(self.tokens_of_rank, range(self.world.size)))
 
     def as_busiest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:

@@ -29,14 +29,14 @@ WORTHWHILE = 0.99
 def price_step(step: PlacedStep, profile: LoadedProfile, num_tokens: int | None = None) -> Plan:
     """Return the plan of a step: the step with an estimate of its times at the rates of a profile.
 
-    ``num_tokens`` is the number of tokens in a step, if this rank does not train on all of its tokens.
+    If given, ``num_tokens`` replaces the number of tokens that this rank computes in a step.
     """
     shape = step.shape if num_tokens is None else replace(step.shape, tokens_per_step=num_tokens)
     return Plan.of(step, estimate_step(step, shape, profile))
 
 
 def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | None = None) -> Iterator[Plan]:
-    """Yield plans with different shares of RAM and GPU memory left free for copies, the usual share first.
+    """Yield plans with different shares of RAM and GPU memory left free for copies, the default share first.
 
     Homes save traffic, while free memory lets the prefetcher work further ahead. All plans give the same results. On a
     GPU, copies of each size get separate buffers if these buffers fit in addition to the homes
@@ -59,7 +59,7 @@ def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | No
 def _with_buffers(solver: PlacementSolver, free_bytes: Mapping[str, int]) -> HomeAssignment | Shortfall:
     """Return homes that leave ``free_bytes`` free, or more if separate buffers for each block size need more."""
     first_assignment = assignment = solver.assign(free_bytes)
-    for _ in range(_NUM_TRIES):  # moved blocks may need buffers of other sizes
+    for _ in range(_NUM_TRIES):  # moved blocks may need buffers of different sizes
         if isinstance(assignment, Shortfall) or not assignment.missing_bytes:
             break
         free_bytes = {tier: nbytes + assignment.missing_bytes.get(tier, 0) for tier, nbytes in free_bytes.items()}

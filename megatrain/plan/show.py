@@ -112,7 +112,7 @@ def process_line(memory: ProcessMemory) -> str:
 
 
 def _recompute_notes(plan: Plan) -> Sequence[str]:
-    """Return messages about the recomputed layers: their number, their cost, and a config change that reduces it."""
+    """Return a message about the recomputed layers: their number, their cost, and a config change that lowers it."""
     trace, recompute = plan.trace, plan.program.recompute
     num_kept, num_layers = num_layers_kept(plan.graph, trace, plan.program)
     if num_kept == num_layers or not is_counted(trace):

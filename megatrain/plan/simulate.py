@@ -1,7 +1,7 @@
 """Replay of a planned step in virtual time, to find its duration and stalls.
 
 The store, its prefetcher and its evictions are real (``tiered.simulation``). Only data movement and arithmetic are
-replaced by their durations. A stall in the replay therefore comes from the schedule, not from noise of the machine.
+replaced by their durations. A stall in the replay therefore comes from the schedule, never from machine noise.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SimulatedRates:
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
-    """Return the rates behind the plan's estimate, or None if one of them was not measured on this machine."""
+    """Return the rates behind the plan's estimate, or None if one of them is unknown."""
     estimate, seconds, traffic = plan.estimate, plan.estimate.seconds, plan.traffic
     if estimate.step_s is None:
         return None
@@ -146,10 +146,10 @@ def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> Si
 
 
 def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
-    """Replay a step at the rates behind the plan's estimate. Return None if a rate was not measured.
+    """Replay a step at the rates behind the plan's estimate. Return None if a rate is unknown.
 
     Args:
-        num_tokens: Tokens in the step. Default: this rank's tokens.
+        num_tokens: Tokens in the step. Default: as in the plan's estimate.
     """
     rates = measured_rates(plan)
     if rates is None:
@@ -160,7 +160,7 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
 def step_seconds(plan: Plan) -> float | None:
     """Return the step time in seconds, from a replay that includes stalls, or None if this machine was not measured.
 
-    For a planned machine, return the lower bound, because a replay would add less than the uncertainty of the rates.
+    For a planned machine, return the estimate, because a replay would add less than the uncertainty of the rates.
     """
     if not plan.run.tiers.machine.is_here:
         return plan.estimate.step_s
@@ -175,7 +175,7 @@ class _Replay:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
-        # All ranks run in lockstep, so each waits for the same time. Collectives run one at a time. If the program
+        # All ranks run in lockstep, so each waits equally long. Collectives run one at a time. If the program
         # gathers ahead, they run concurrently with the layers.
         self.peer_wait_s = 0.0
         self._peer_free_s = 0.0

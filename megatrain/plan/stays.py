@@ -16,7 +16,7 @@ class RetainedCopy:
 
     Attributes:
         start: Tick of the first use.
-        stop: Tick of the next use. It is at most ``start`` if it belongs to the next step.
+        stop: Tick of the next use. If that use is in the next step, ``stop`` is at most ``start``.
         gaps: Ticks between the uses. The copy takes extra memory there.
         ends: Subset of the ticks ``start`` and ``stop`` at which the copy takes extra memory.
         nbytes: Size of the copy's slot.

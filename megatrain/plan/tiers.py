@@ -73,7 +73,7 @@ def open_store(
 
 
 def claim_folders(plan: Plan) -> None:
-    """Claim the parents of the rank folders, and free files that ended runs left in folders of other ranks.
+    """Claim the parents of the rank folders. Delete what ended runs left in rank folders that this run does not use.
 
     Without these claims, a single process could not later use a folder that only ranks have used. On each host, the
     first rank calls this function before any rank opens its store.

@@ -46,7 +46,7 @@ class StepShape:
     Attributes:
         tokens_per_step: Tokens that this process computes in a step (T).
         num_steps: Steps of the run, or None if only the data determines them.
-        weights: Relative share of each path's bytes in striped blocks.
+        weights: Each path's relative share of the bytes of striped blocks.
         has_rates: Whether the config sets the weights.
     """
 
@@ -95,7 +95,7 @@ class Estimate:
         computing_s_per_nvme_byte: Seconds by which a byte moved to or from a drive delays computing; 0 if unknown.
         seconds_per_nvme_copy: Seconds that the step's thread spends per block moved to or from a drive; 0 if unknown.
         is_timed: Whether steps of the model were timed.
-        notes: Age of the rates, or the reason why there are none.
+        notes: Lines for the user, such as the age of the rates or the reason why there are none.
         occasions: Drive traffic of the run outside its steps.
     """
 

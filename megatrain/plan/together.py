@@ -1,7 +1,7 @@
 """Planning with several ranks, which exchange capacities and rates. Each rank plans with the minimum over all ranks.
 
-Each rank makes its own plan, because homes of blocks can differ if some drives are smaller. Collectives and predictions
-must agree. Ranks wait for each other in every collective, so the slowest rank determines the time of a step. Therefore
+Each rank makes its own plan, because homes of blocks can differ between ranks. But collectives and predictions must
+agree. Ranks wait for each other in every collective, so the slowest rank determines the time of a step. Therefore
 every rank plans with the smallest tiers and the slowest rate of each link, drive and processor.
 """
 
@@ -50,7 +50,7 @@ class RankRates:
 
 @dataclass(frozen=True, slots=True)
 class _RankResources:
-    """Rates and capacities by tier of one rank, which it sends to the other ranks before planning."""
+    """One rank's rates, and its capacities by tier. Ranks exchange these records before planning."""
 
     capacities: Mapping[str, int]
     rates: RankRates
@@ -74,8 +74,7 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
 
     Raises:
         RanksDifferError: If the ranks have different tiers.
-        DoesNotFitError: If the run does not fit on this rank. Other ranks may not raise this or other errors of
-            ``plan_run``.
+        DoesNotFitError: If the run does not fit here. Errors of ``plan_run`` can differ between ranks.
     """
     capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
     resources: Sequence[_RankResources] = gather(_RankResources(capacities, _rates_of(run)))

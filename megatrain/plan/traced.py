@@ -97,7 +97,7 @@ def can_use_liger_kernels(run: RunSpec) -> bool:
 def _trace_with_flash(
     run: RunSpec, graph: ModelGraph, padded: bool, like: TracedModel | None
 ) -> tuple[RunSpec, VisitTrace, str]:
-    """Choose flash attention and trace. Return the run, its trace, and a reason for torch's kernels or ""."""
+    """Choose the flash kernels and trace. Return the run, its trace, and why torch's own kernels are used, or ""."""
     is_auto, note = run.model.table.flash_attention == "auto", ""
     if is_auto and like is not None and like.run.device.type == run.device.type:
         run = run.with_kernels(flash_attention=like.run.flash)
@@ -133,7 +133,7 @@ def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
 
 
 def check_flash(run: RunSpec) -> None:
-    """Check that the GPU and the installed packages support the configured or resumed kernels.
+    """Check that the GPU and the installed packages support the flash kernels from the config or a checkpoint.
 
     Raises:
         UnsupportedModelError: If the GPU or a package does not support the kernels.
@@ -157,7 +157,7 @@ def _flash_note(reason: str) -> str:
 
 
 def _trace_key(run: RunSpec) -> tuple[str, int, int, str]:
-    """Return all inputs of a trace except the model. They include the device, because GPU and CPU kernels differ."""
+    """Return the settings of a run that affect its trace, including the device, which determines the kernels."""
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 

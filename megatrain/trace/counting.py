@@ -47,8 +47,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_storages: Number of storages created so far.
         new_nbytes: Sizes of live storages created since the caller last cleared this dict, by storage.
         uncounted_ops: Operators without a FLOP formula, with reasons.
-        on_launch: Function called with the tensors of each kernel launch that is not a torch operator, if any.
-        recorder: Function called for each operator and for each such kernel launch, if any.
+        on_launch: Function called with the tensors of each kernel launch that is not a torch operator, or None.
+        recorder: Function called for each operator and for each such kernel launch, or None.
     """
 
     def __init__(self) -> None:
@@ -115,13 +115,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.current_unit = previous
 
     def guess(self, reason: str) -> None:
-        """Record a guessed value. Guesses with the same text are reported together for all units."""
+        """Record a guessed value. Guesses with the same reason are reported together for all units."""
         self.num_guesses += 1
         self._guesses.setdefault(reason, {}).setdefault(self.current_unit)
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """One sentence for each guessed value, with the unit and the reason."""
+        """One sentence for each reason, with the first unit concerned and the number of further units."""
         return tuple(
             f"{next(iter(names))}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
             for reason, names in self._guesses.items()
@@ -181,7 +181,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _masks_to_indexes(self, indices: Sequence[Any]) -> list[Any]:
-        """Replace masks with known values by the indexes that they select, because a fake mask has no known size."""
+        """Replace masks with known values by the selected indexes, because a fake mask selects an unknown number."""
         indexes: list[Any] = []
         for index in indices:
             if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
@@ -309,8 +309,8 @@ def step_flops(
 ) -> StepFlops:
     """Return the FLOPs of a step, scaled from the traced micro-batch.
 
-    The cost of layers is proportional to all positions, and the cost of the head to labelled tokens. All rows count as
-    if they had the traced length, so the count for attention is too high for shorter rows.
+    The layers' FLOPs are scaled by the number of positions (``hardware``) or real tokens (``model``), and the head's by
+    the number of labelled tokens. All rows count with the traced length, so attention counts too much in shorter rows.
 
     Args:
         num_positions: Total number of tokens, including padding.

@@ -4,8 +4,8 @@ A large model has a hundred layers. Their backwards, each with a recompute, take
 which layers are equal, because model code can treat any layer differently. The trace therefore runs every layer's
 forward, and compares its operators, arguments and results with earlier forwards. Tensors are compared by origin (a
 weight, a buffer, an argument, an earlier operator), shape, strides and dtype, and numbers by value. If these records,
-the autograd graphs and the incoming gradients are equal, the backwards are also equal, and the trace copies the counts
-of the earlier backward. Layers with guessed values always run their backward.
+the autograd graphs and the incoming gradients are equal, so are the backwards. The trace then copies the counts of the
+earlier backward. Layers with guessed values always run their backward.
 
 docs/decisions/0087-layers-that-are-alike-are-traced-once.md
 """
@@ -41,7 +41,7 @@ class CountedBackward:
     Attributes:
         work: Work of all operators, including the recompute.
         peak_nbytes: Peak memory in addition to the bytes in use at the start.
-        allocators: Functions that allocate the input gradients; None for an input without one.
+        allocators: Functions that allocate the input gradients; None for an input without a gradient.
     """
 
     unit: Unit
@@ -113,7 +113,7 @@ class RepeatedLayers:
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
-        """Return a key that identifies equal backwards of a visit, or None if the backward must run."""
+        """Return a key that is the same for equal backwards, or None if the visit's backward must run."""
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
@@ -154,7 +154,7 @@ def _autograd_graph(result: Any) -> Hashable:
 
 
 class _NotComparableError(Exception):
-    """Signal that an object cannot be compared."""
+    """Error for an object that cannot be compared."""
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class _CallRecord:
         index = self.counts.storage_index(tensor)
         if index is not None and index >= self.num_earlier:
             return index - self.num_earlier
-        # A tensor from outside of the record may be freed before the trace ends, so only its number identifies it.
+        # Memory from outside the record may be freed before the trace ends, so only its storage number identifies it.
         if index is None:
             raise _NotComparableError
         if tensor.requires_grad and index in self.creators:  # without a gradient, it can be a shared table

@@ -1,8 +1,8 @@
 """Trace of one forward and backward: the visited units, and the memory and work of each visit.
 
 The engine itself runs, but on fake tensors, which have shapes and dtypes but no memory. The tracer acts as the engine's
-`BlockAccess` and reads the counters at every tick. If a model reads values (for example, to loop over the experts that
-have tokens), the trace guesses the values and reports that byte counts are estimates.
+`BlockAccess` and reads the counters at every tick. If a model reads values (for example, to loop over the experts with
+tokens), the trace guesses them and reports that byte counts are estimates.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def _count_run(
 def _support_scalar_lists() -> Iterator[None]:
     """Support ``torch.tensor([scalars])`` for fake scalars. torch reads the scalars' values without a dispatch.
 
-    A torch function mode would not work, because modes are off within torch functions, where a forward can be
-    suspended.
+    A ``TorchFunctionMode`` would not work: torch disables modes while a torch function runs, and a forward may be
+    suspended inside one.
     """
     original = torch.tensor
 

@@ -95,7 +95,7 @@ class Tracer:
         return self._visits[self._phase.visit]
 
     def _record_retained(self) -> None:
-        # Count storages that exist before a visit and until the end of the forward. Hidden states are freed earlier.
+        # Count storages that live from before a visit to the end of the last forward. Hidden states are freed earlier.
         for visit in self._visits.values():
             visit.retained_nbytes = self.counts.live_nbytes_before(visit.phases["forward"].first_storage)
 

@@ -95,7 +95,7 @@ class RecomputeMeter:
         return tensor
 
     def result(self, value: Any, inputs: Sequence[Tensor], *, is_known: bool) -> RecomputeCounts:
-        """Return the recompute's counts. The graph consists of all live storages created in the visit's backward.
+        """Return the recompute's counts. The graph is the inputs and all live storages created in the visit's backward.
 
         Args:
             value: Result of the unit. Its tensors are not part of the graph if autograd has not saved them.

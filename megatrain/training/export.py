@@ -64,13 +64,13 @@ def export_checkpoint(
         model_folder: Copy of the model's folder, if the original folder no longer exists.
         merge: Whether to merge adapters into the model or to write only adapters. Default: the run's config.
         ema: Whether to write the average of the trained weights (``optimizer.ema_decay``) instead of the weights.
-        overwrite: Whether to replace an earlier export of this program in ``out``.
+        overwrite: Whether to replace an earlier export by this program in ``out``.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged, from a different model, or was removed meanwhile.
+        CheckpointError: The checkpoint is missing, damaged, from a different model, or was removed during the export.
         ConfigError: The config in the checkpoint has keys that this version does not know.
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.

@@ -61,7 +61,7 @@ def open_run(
         on_message: Called with messages for the user.
         activity: Progress shared with a live view. Default: not shared.
         group: The ranks of the run, or None for a single process.
-        source: Source of the weights. Default: the model's folder or its initialization.
+        source: Source of the weights of a new run. Default: the source in ``weights``.
         weights: Result of ``open_weights``. If None, ``open_run`` calls ``open_weights``.
 
     Raises:

@@ -98,7 +98,7 @@ def _head_spec(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
 
 @functools.cache
 def _padding_token(folder: str) -> int:
-    """Return the padding token, or 0 if the tokenizer cannot be opened, because later code reports that error."""
+    """Return the id of the padding token, or 0 if the tokenizer cannot be opened. Later code reports that error."""
     try:
         return pad_token_id(load_tokenizer(folder))
     except DataError:
@@ -128,7 +128,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     """Return how a step is divided into micro-batches.
 
     Args:
-        device: Type of the compute device. If the config sets no number, a GPU gets more tokens per micro-batch.
+        device: Type of the compute device. Unless the config sets their size, micro-batches are larger on a GPU.
     """
     return BatchSpec(
         num_rows=config.rows_per_step,
@@ -214,7 +214,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
 
 
 def resolve_best(config: RunConfig) -> BestSpec:
-    """Return the rule that selects the best evaluation and determines the effects of this selection."""
+    """Return the rule that selects the best evaluation, and what the run does with that evaluation."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, is_greater = table.metric_for_best_model, table.greater_is_better
     sets = [HELD_OUT_NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]

@@ -24,7 +24,7 @@ __all__ = ["check_token_ids", "make_loader", "tokenizer_of"]
 
 
 def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a run."""
+    """Load a model's tokenizer, with the chat template from the config."""
     return load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
 
 

@@ -1,4 +1,4 @@
-"""Checks a config before a run. It trains nothing and writes nothing.
+"""Checks a config before a run, without training or writing anything.
 
 ``refuse_early`` raises the first error that can be found without the model. ``check_run`` checks every part even if
 other parts have errors, so that one call reports every mistake.

@@ -66,11 +66,11 @@ class Trainer:
             engine.step(micro_batches, step_index=0, lr=1e-3)
 
     Args:
-        observer: Receives every step, evaluation, checkpoint and message. None discards them.
+        observer: Receiver of every step, evaluation, checkpoint and message. None discards them.
         plan: Plan of this config, or None to create it.
         activity: Progress shared with a live view. Default: not shared.
         allow_config_change: Whether to resume a checkpoint even if config changes alter results.
-        exit_code_of: Returns the process's exit code after an error or a summary, for ``status.json``.
+        exit_code_of: Function that returns the process's exit code after an error or a summary, for ``status.json``.
         group: The ranks of the run, or None for a single process.
 
     Attributes:

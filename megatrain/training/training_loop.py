@@ -219,7 +219,7 @@ class TrainingLoop:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Return a context for beginning a checkpoint. Apply the pending update before it, and schedule steps after it.
+        """Return a context in which a checkpoint begins. On entry, apply the pending update. On exit, schedule steps.
 
         Steps are scheduled only after the context, because prefetched copies could affect the checkpoint's reads.
         """

@@ -34,7 +34,7 @@ def decode_master(
     Args:
         high: High halves of the elements from ``start`` on.
         low_parts: Ranges of low halves, each with its block, or with None for frozen elements without low halves.
-        read_low: Returns a range of a block.
+        read_low: Function that returns a range of a block.
     """
     master = torch.empty(len(high))
     for low, source, target in overlaps(low_parts, start, start + len(high)):

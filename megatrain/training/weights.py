@@ -321,7 +321,7 @@ class Weights:
                         _read_elements(reader, key, shard.owned.start, out)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
-        """Raise an error if the checkpoint's state has another format, because a conversion would change results."""
+        """Raise an error if saved state is missing or in a different format. Replacing it would change results."""
         if layer := find_split_mismatch(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
@@ -528,7 +528,7 @@ class GatheredWeights:
 
     Args:
         plan: Plan of this rank.
-        should_stop: Returns whether a stop was requested. Rank 0 calls it before each read.
+        should_stop: Function that returns whether a stop was requested. Rank 0 calls it before each read.
     """
 
     def __init__(self, weights: Weights, plan: Plan, group: RankGroup, should_stop: Callable[[], bool]) -> None:
@@ -593,7 +593,7 @@ class _LastBlockLease:
     """Context manager that holds a lease on the block that was read last.
 
     Args:
-        evict: Evicts a block's copy if the block's home is not RAM.
+        evict: Function that evicts a block's copy if the block's home is not RAM.
     """
 
     def __init__(self, store: TieredStore, evict: Callable[[str], None]) -> None:
@@ -634,7 +634,7 @@ class SavedShard:
 
 
 def saved_shards(plan: Plan) -> dict[str, SavedShard]:
-    """Return the shards of saved blocks, by key. A single process omits state that is stored per parameter."""
+    """Return the shards of saved blocks, by key. In a single process, state that is stored per parameter is omitted."""
     program, shards_by_key = plan.program, dict[str, SavedShard]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
