@@ -25,7 +25,7 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
     """Print text of one or more lines, wrapped between words on a terminal.
 
     Args:
-        indent: Columns before a continued line, usually the width of the name at the start.
+        indent: Indentation of continuation lines, in columns; usually the width of the name that starts the text.
     """
     if console.is_terminal:
         text = "\n".join(wrap_words(text, console.width, indent=indent))

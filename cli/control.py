@@ -81,10 +81,10 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
 
 def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStatus:
-    """Wait until a run has installed its handler for SIGUSR1, which would otherwise kill it. Return its status.
+    """Wait until a run handles SIGUSR1, because the signal would otherwise kill the run. Return the run's status.
 
     Raises:
-        ProcessLookupError: the run has ended.
+        ProcessLookupError: The run has ended.
     """
     from megatrain.base.owner import find_owner, has_signal_handler
 

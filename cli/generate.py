@@ -138,7 +138,7 @@ def command(
 
 
 def _choose_batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | None) -> tuple[int, int]:
-    """Return the number of prompts per micro-batch, and the number per batch, which is a multiple of the first."""
+    """Return the number of prompts per micro-batch, and the number of prompts per batch."""
     max_rows = min(8, num_prompts)
     if batch_size is None:
         rows = micro_batch_size or max_rows
@@ -150,7 +150,7 @@ def _choose_batch(num_prompts: int, batch_size: int | None, micro_batch_size: in
 
 
 def _run(generator: Generator) -> list[Completion]:
-    """Check that the plan suits this machine, run the generator, and return the completions."""
+    """Check that the plan suits this machine, fetch the weights, run the generator, and return the completions."""
     from megatrain.plan.limits import refuse
 
     from .observers import fetch_weights

@@ -209,7 +209,7 @@ def _is_path(text: str) -> bool:
 
 
 def _relative_path(text: str, folder: Path) -> str:
-    """Return a path for the config: relative to the config's folder if it is below that folder."""
+    """Return a path for the config: relative to its folder, except for absolute paths outside of it and hub names."""
     if text.startswith(("~", "$")) or not (_is_path(text) or any(char in text for char in "*?[")):
         return text
     absolute = os.path.abspath(text)

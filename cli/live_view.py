@@ -60,7 +60,7 @@ class LiveView:
         self._wake_event.set()
 
     def close(self, *, keep_picture: bool = True) -> None:
-        """Draw one last time and restore the terminal. Idempotent; stops waiting for a stopped terminal.
+        """Draw one last time and restore the terminal. Idempotent. Wait only a few seconds for a stopped terminal.
 
         Args:
             keep_picture: Whether to leave the last picture on the terminal.

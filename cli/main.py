@@ -143,7 +143,7 @@ class RunFailedError(Exception):
 
 
 def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
-    """Write a file that the user named. The write is atomic: if the drive is full, the old file stays.
+    """Write a file that the user named, atomically if its folder permits, so that a full drive keeps the old file.
 
     Args:
         path: File, terminal or pipe.

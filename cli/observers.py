@@ -63,7 +63,7 @@ def fetch_weights(plan: Plan, *, show_files: bool = True, show_bar: bool = True)
 
 
 class ConsoleObserver(RunObserver):
-    """Base class of console observers. Prints nothing. As a context manager, restores the terminal on exit."""
+    """Base class of console observers. Prints only plans. As a context manager, restores the terminal on exit."""
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +174,7 @@ class LiveObserver(PlainObserver):
     Args:
         logging_steps: Number of steps after which the shown metrics are updated.
         console: Terminal. Default: stdout.
-        activity: Current activity of the run, to be shown.
+        activity: Current activity of the run, which the view shows.
         is_lost: Function that returns whether the terminal is gone. If so, lines are printed.
     """
 

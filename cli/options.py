@@ -72,7 +72,7 @@ def writable_folder() -> Path:
 
 @contextmanager
 def explain_damaged_records(run: Path) -> Iterator[None]:
-    """Convert any error from reading a run's record to one that names the run. Users may have edited the record."""
+    """Name the run in unexpected errors from reading its records, which users may have edited."""
     try:
         yield
     except Exception as error:  # A malformed record can cause any exception.

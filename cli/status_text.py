@@ -81,7 +81,7 @@ def _checkpoint_lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
 
 
 def _evaluations(status: RunStatus | None) -> Iterator[tuple[str, str]]:
-    """Yield a line for each evaluation set. The status has non-finite figures as text, so convert them to float."""
+    """Yield a line for each evaluation set. The status stores non-finite numbers as text; convert them to float."""
     for name, evaluation in (status.evaluations if status is not None else {}).items():
         quality = f"perplexity {float(evaluation['perplexity']):.2f}"
         if evaluation.get("preferences"):

@@ -29,7 +29,7 @@ OWN_PROCESS = object()
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
 _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
-#: Minimum columns of continued lines; below this, the indent is reduced.
+#: Minimum columns of text in a continuation line; below this, the indentation is reduced.
 _MIN_WRAPPED_COLUMNS = 20
 _FIRST_LINE_DELAY_S = 1.0  # delay of the first line if stderr is not a terminal
 _MIN_SHOWN_S = 2.0  # Shorter times would only flicker.
@@ -54,7 +54,7 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
     """Wrap each line of a text between words, and return the lines.
 
     Args:
-        indent: Columns before a continued line; 2 if fewer than `_MIN_WRAPPED_COLUMNS` columns would be left.
+        indent: Indentation of continuation lines, in columns; at most 2 if too few columns would be left.
     """
     is_narrow = width - indent < _MIN_WRAPPED_COLUMNS
     other_indent = " " * (min(indent, 2) if is_narrow else indent)

@@ -8,7 +8,7 @@ __all__ = ["DESIRABLE", "IGNORED_LABEL", "LOSS_PREFIX", "MARGIN", "REFERENCE", "
 IGNORED_LABEL = -100
 #: Prefix of the keys that only losses read; a model's forward does not get them.
 LOSS_PREFIX = "loss."
-#: Keys of a teacher's next-token scores: top ids and their log-probabilities [B, S, k], and the rest's [B, S].
+#: Keys of a teacher's scores: top ids and their log-probabilities [B, S, k], log-probability of all others [B, S].
 TEACHER_KEYS = ("loss.teacher_ids", "loss.teacher_log_probs", "loss.teacher_rest_log_probs")
 #: Key of the reference model's log-probability for each row's answer, [2 P] fp32.
 REFERENCE = "loss.reference_logps"

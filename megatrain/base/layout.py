@@ -70,7 +70,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the parameter."""
+        """Number of elements in this entry."""
         return math.prod(self.shape)
 
 

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class LimitError(Exception):
-    """Error for a function that reached a limit, failed, or lost its process. The message states the reason."""
+    """Error for a function that reached a limit or failed, or whose process died. The message states the reason."""
 
 
 def run_limited(function: Callable[[], Result]) -> Result:

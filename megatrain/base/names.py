@@ -25,7 +25,7 @@ __all__ = [
 #: Folders for checkpoints and for complete copies of checkpoints, inside ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
-#: Record of the ranks' generations that form one checkpoint, inside either folder.
+#: List of the checkpoints of several ranks, with the ranks' generations, inside either folder.
 RANKS_NAME = "RANKS.json"
 #: The config with all defaults, inside ``output_dir``.
 RESOLVED_NAME = "config.resolved.toml"

@@ -56,7 +56,7 @@ class RunInfo:
     """Facts about a run that are known when training starts.
 
     Attributes:
-        task: ``sft``, ``pretrain`` or ``dpo``.
+        task: Name of the task, such as ``sft``.
         device: Compute device, such as ``cpu`` or ``cuda:0``.
         tokens_per_step: Token positions in a step, including padding.
     """
@@ -75,7 +75,7 @@ class StepMetrics(StoredRecord):
 
     Attributes:
         step: Number of finished steps, including this one.
-        epoch: Number of passes over the data so far, including fractions.
+        epoch: Fractional number of passes over the data so far.
         loss: Mean loss over the step's trained tokens, before the update.
         grad_norm: Global gradient norm before clipping.
         num_real_tokens: Tokens without padding.
@@ -85,10 +85,10 @@ class StepMetrics(StoredRecord):
         eta_s: Estimated seconds until the last step ends.
         warmup_steps: Number of steps over which the learning rate rises.
         tier_used_bytes: Bytes of the slots in use after the step, by tier.
-        tier_capacity_bytes: Bytes of all slots, by tier.
+        tier_capacity_bytes: Capacity of each tier, in bytes.
         stall_s: Seconds that this step waited, by cause.
         written_bytes: Bytes written during this step, by path on a drive.
-        link_bytes: Bytes moved for use in this step, by link, such as ``"ram->nvme"``.
+        link_bytes: Bytes moved for uses in this step, not for later steps, by link, such as ``"ram->nvme"``.
         link_busy_s: Seconds of this step with at least one transfer in progress, by link.
         ranks: For each process of a multi-process run: ``step_s``, ``tier_used_bytes``, ``stall_s``, ``link_bytes``,
             ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields describe rank 0.
@@ -174,7 +174,7 @@ class EvaluationMetrics(StoredRecord):
 
     Attributes:
         step: Number of steps finished before the evaluation.
-        name: Name of the evaluation set, as in metrics.
+        name: Name of the evaluation set, as used in the names of metrics.
         loss: Mean cross entropy over all tokens with a label, without dropout, smoothing or auxiliary terms. For
             preferences, mean preference loss over all examples.
         num_tokens: Tokens with a label.
@@ -247,7 +247,7 @@ class RunSummary(StoredRecord):
         num_real_tokens: Tokens without padding, over all steps.
         num_trained_tokens: Tokens with a label, over all steps.
         tier_peak_bytes: Peak bytes in use, by tier.
-        tier_capacity_bytes: Bytes of all slots, by tier.
+        tier_capacity_bytes: Capacity of each tier, in bytes.
         link_bytes: Bytes moved since this start, by link, such as ``"ram->nvme"``.
         link_paths: Data path of each link: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
         written_bytes: Bytes written since this start, by path on a drive.
@@ -306,7 +306,7 @@ class RunObserver:
     """
 
     def on_ready(self, step: int | None) -> None:
-        """Called when all checks before training have passed. ``step`` is the resumed checkpoint's, or None."""
+        """Called when all checks before training have passed. ``step`` is the resumed checkpoint's step, or None."""
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts."""
@@ -372,7 +372,7 @@ def format_samples(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-#: Maximum characters of each text in a line.
+#: Maximum number of characters of each text in a sample's console line.
 _MAX_CHARS = 60
 _MIN_SHOWN_STALL_S = 0.05
 

@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     Attributes:
         conversion: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
-            "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
+            "with others" for a key that a rule combines with other keys, "unneeded" or "lost".
         config_key: Dotted name of the equivalent config key, or "".
         reason: Reason why the key, or a value outside ``choices``, is unneeded or lost.
         note: Advice for a user who writes the key into a config of this project, in addition to ``config_key``.

@@ -23,9 +23,9 @@ class LockHolder:
     """The running process that holds the lock of a run's folder.
 
     Attributes:
-        pid: Process id, or None if the lock does not contain it.
-        host: Host name, or None if the lock does not contain it.
-        text: Contents of the lock, for messages.
+        pid: Process id, or None if the lock file does not contain it.
+        host: Host name, or None if the lock file does not contain it.
+        text: Contents of the lock file, for messages.
     """
 
     pid: int | None

@@ -25,7 +25,7 @@ class ActivitySnapshot(StoredRecord):
         micro_batch: Current micro-batch, counted from 1. 0 between micro-batches.
         num_micro_batches: Number of micro-batches in a step.
         seconds: Time since the activity began.
-        notice: Text that stays visible, e.g. that the run is stopping.
+        notice: Message that stays visible, e.g. that the run is stopping.
         done_bytes: Bytes that the activity (e.g. loading) has moved so far.
         num_bytes: Total bytes of the activity. 0 if not measured in bytes.
         saved_bytes: Bytes of a checkpoint written so far. Checkpoints are written concurrently with other activities.
@@ -67,7 +67,7 @@ class Activity:
     work. A reader can see a new value of one counter together with an old value of another counter.
 
     Attributes:
-        is_watched: Whether a live view will soon show a new ``notice``.
+        is_watched: Whether a live view is open, which then shows each new ``notice``.
         notice: See ``ActivitySnapshot``. Set by ``RunSignals``.
         micro_batch: See ``ActivitySnapshot``. Set by the engine.
         saving: Latest checkpoint whose write has begun. Set by the saver.

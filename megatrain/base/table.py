@@ -108,12 +108,12 @@ class _SchemaKeywords:
 
 
 def explain(problem: str, remedy: str) -> _SchemaKeywords:
-    """Return an annotation with the error message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
+    """Return an annotation with the error message for wrong values: ``KEY = VALUE <problem>. <remedy>``."""
     return _SchemaKeywords({"x-wrong": problem, "x-write": remedy})
 
 
 def mark_path(*special_values: str, name: str | None = None) -> _SchemaKeywords:
-    """Return the annotation for a path. It is made absolute unless it is a special value or a name on the hub.
+    """Return the annotation for a path, which is made absolute unless it is a special value or a name on the hub.
 
     Args:
         special_values: Values that are not paths.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tiered import Event
 
 TIMELINE_NAME = "trace.json"
-#: The first rows of a timeline. Each link gets a row when its first event arrives.
+#: The first two rows of a timeline. The rows for transfers follow.
 COMPUTE, WAITING = "compute", "waiting"
 
 
@@ -47,7 +47,7 @@ class TimedOp(Protocol):
 
 
 class Timeline:
-    """Collector of spans while ``is_recording``. Thread-safe, because links report from their own threads.
+    """Collector of spans while ``is_recording`` is set. Thread-safe, because links report from their own threads.
 
     Attributes:
         is_recording: Whether spans are collected.
@@ -69,7 +69,7 @@ class Timeline:
             return sorted(self._spans, key=lambda span: span.start_s)
 
     def on_event(self, event: Event) -> None:
-        """Add an event that a store reports (``TieredStore(on_event=...)``)."""
+        """Add a stall or a transfer that a store reports (``TieredStore(on_event=...)``)."""
         if not self.is_recording:
             return
         if event.kind == "stall":
@@ -131,7 +131,7 @@ class Timeline:
 
 
 def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
-    """Yield each span with the first lane in which it overlaps no other span."""
+    """Yield each span with the index of the first sub-row in which it overlaps no other span."""
     ends_s: list[float] = []
     for span in spans:
         lane = next((index for index, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))

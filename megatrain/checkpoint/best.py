@@ -1,7 +1,7 @@
 """The best evaluation of a run, and early stopping.
 
 Names and rules follow transformers: ``metric_for_best_model``, ``greater_is_better``, ``load_best_model_at_end``
-and its ``EarlyStoppingCallback``.
+and ``EarlyStoppingCallback``.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class BestSpec:
         return self.is_kept or self.patience > 0
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that the metric belongs to one of the evaluation sets.
+        """Check that a loss metric belongs to one of the evaluation sets. ``value_of`` checks other metrics.
 
         Raises:
-            ConfigError: No set has the metric.
+            ConfigError: The metric is a loss that no set has.
         """
         names = list(names)
         metric = self.metric.removeprefix("eval_")

@@ -18,7 +18,7 @@ class CopyCancelledError(Exception):
 
 
 class Throttle:
-    """Throttle that pauses a copy half of the time, until a caller waits for the copy or cancels it. Thread-safe."""
+    """Throttle that pauses a copy half the time, until a caller waits for the copy or cancels it. Thread-safe."""
 
     def __init__(self) -> None:
         self._disabled, self._cancelled = threading.Event(), threading.Event()

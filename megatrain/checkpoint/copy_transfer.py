@@ -56,7 +56,7 @@ class Upload:
         """Send a generation, read it back and compare it. Repeat the call to resume an interrupted upload.
 
         Every byte is verified twice: against the block's checksums when it is read from the drive, and against the
-        object's SHA-256 after the upload of all objects. This needs about 110 MiB of memory, including s3fs's buffers.
+        object's SHA-256 after the upload of all objects. An upload needs about 110 MiB of memory, with s3fs's buffers.
 
         Args:
             name: Folder of the copy at the URL.

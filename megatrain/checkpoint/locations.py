@@ -76,7 +76,7 @@ class LostPart:
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
-    """Return the parts of a generation that were lost with drives. Empty if a live run just removed the generation."""
+    """Return the parts of a generation that were lost with drives. Empty if a live run has just removed it."""
     missing_parts = _missing_parts(manifest, directory, search)
     if not missing_parts or manifest.generation not in list_generations(directory):
         return ()

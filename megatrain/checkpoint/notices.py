@@ -43,7 +43,7 @@ class LostPartsNotice:
         return f"the {_of_steps(self.steps)} {verb} gone: parts of {pronoun} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
-        """Return advice for a run without usable checkpoints. It suggests removal only if all parts' folders exist."""
+        """Return advice for a run without usable checkpoints. Suggest removing them only if all part folders exist."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.has_missing_folder:
             advice = "Restore that folder (mount its drive, restore a backup) and run again"

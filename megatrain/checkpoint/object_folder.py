@@ -112,7 +112,7 @@ class ObjectFolder:
                 self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def write(self, name: str, contents: bytes | Iterable[memoryview | bytes]) -> None:
-        """Write an object. An interrupted write leaves no object or an incomplete object."""
+        """Write an object. An interrupted write leaves either no object or an incomplete one."""
         path = f"{self._root}/{name}"
         with self._explain_errors(f"'{name}' cannot be written"):
             if self._has_folders:

@@ -95,7 +95,7 @@ class Saver:
 
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
-            KeyboardInterrupt: The drive has too little free space, and a stop was requested. It was already reported.
+            KeyboardInterrupt: The drive has too little free space, and a stop was requested. The user was notified.
             TransferError: This checkpoint or its predecessor could not be written. The newest complete one is kept.
         """
         in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step

@@ -76,7 +76,7 @@ class CheckpointFolder:
         return [checkpoint for index, checkpoint in enumerate(checkpoints) if is_best[index] or index in kept_indices]
 
     def change(self, num_kept: int, *, drop: Sequence[Checkpoint] = (), new: Checkpoint | None = None) -> None:
-        """Keep the newest ``num_kept`` checkpoints and remove all others. This is a collective.
+        """Keep the newest ``num_kept`` checkpoints and the best one, and remove all others. This is a collective.
 
         Generations in this run's stores are removed only by the next commits.
 

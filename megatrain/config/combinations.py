@@ -34,7 +34,7 @@ _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def find_bad_combinations(config: RunConfig) -> list[Problem]:
-    """Return the problems with values that are each valid but cannot work together. Read nothing but the config."""
+    """Return the problems with values that are each valid but cannot work together. Open no files; only check paths."""
     return [
         *_check_batch(config),
         *_check_formats(config),

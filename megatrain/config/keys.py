@@ -33,7 +33,7 @@ _TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 
 
 class _TomlSchema(GenerateJsonSchema):
-    """Generates the JSON Schema of a TOML file. TOML has no null, so a nullable type has the schema of its value."""
+    """Generator of the JSON Schema of a TOML file. TOML has no null, so a nullable type has the schema of its value."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -97,7 +97,7 @@ KEYS: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "
 TABLES: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" not in schema}
 #: Array tables. In a dotted name, a number after the name of an array table is an index.
 ARRAY_TABLES = frozenset(name for name, schema in TABLES.items() if schema["type"] == "array")
-#: Keys whose value is a table with names that the user chooses. The schema checks these tables.
+#: Keys whose value is a table with names that the user chooses. The schema checks the contents of these tables.
 FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("type") == "object")
 
 
@@ -237,7 +237,7 @@ def first_required(table: str) -> str:
 
 
 def example_line(name: str) -> str:
-    """Return an example line for a missing required key, or for a missing table with a required key."""
+    """Return advice with an example line for a missing required key, or for a missing table with a required key."""
     key = first_required(name) if name in TABLES else name
     table, _, leaf = key.rpartition(".")
     examples = KEYS[key]["examples"] if "examples" in KEYS[key] else KEYS[key]["enum"]

@@ -55,8 +55,8 @@ def load_config(
 
     Args:
         path: Main file.
-        overrides: Texts ``KEY=VALUE``. The key is dotted (``data.train.0.path``). If the last part is unique, it is
-            enough. The value is TOML or plain text.
+        overrides: ``KEY=VALUE`` texts. The key is dotted (``data.train.0.path``), or only its last part if that is
+            unique. The value is TOML or plain text.
 
     Raises:
         ConfigError: The config has problems. The error lists all of them.

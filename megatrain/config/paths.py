@@ -1,4 +1,4 @@
-"""Paths in config values: made absolute, with variables expanded and without secrets."""
+"""Makes paths in config values absolute, expands their variables, and masks their secrets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
     """Resolve every path in a tree of config values against ``folder``, in place.
 
-    ``~`` and environment variables are expanded. A path with an unset variable stays unchanged. A URL stays
-    unchanged except for its password, because configs are stored and shown.
+    ``~`` and environment variables are expanded. A path with an unset variable stays unchanged. In
+    URLs, passwords and signatures are masked, because configs are stored and shown.
     """
     for table, leaf, _, schema in _paths_in(values):
         table[leaf] = mask_secrets(table[leaf])

@@ -4,8 +4,8 @@ If transformers 5 or TRL 1 has the same setting, the key has the same name. Tabl
 ``megatrain.config.combinations`` checks values against each other.
 
 To add a key, add a field to its table in the package that reads the key (``megatrain/optim/table.py``). The JSON Schema
-in ``keys`` contains it. The reference, ``config explain``, messages about wrong values, and the comparison on a resume
-use this schema.
+in ``keys`` then includes it. The reference, ``config explain``, messages about wrong values, and the comparison on a
+resume use this schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text generation for many prompts at once with a model of any size. All prompts share each fetch of a weight.
+"""Text generation for many prompts at once with a model of any size. All prompts of a batch share each weight fetch.
 
 The weights are frozen and are read as in ``scoring``. The KV cache is stored in blocks of the store. The tokens are the
 same as with transformers' ``generate`` (see ``engine/generate.py``).
@@ -142,7 +142,7 @@ def generate(
         temperature: 0 for the most likely token, None for the value in the model's generation_config.json.
         seed: Seed of sampling. Micro-batch m samples like transformers after ``torch.manual_seed(seed + m)``.
         system: System message before each prompt.
-        observer: Receives messages.
+        observer: Observer that receives messages.
 
     Returns:
         A completion for each prompt, in order.
@@ -166,7 +166,7 @@ class Generator:
         config: Model and tiers.
         prompts: At least one prompt.
         settings: Options of generation.
-        observer: Receives messages.
+        observer: Observer that receives messages.
         history: Messages of the conversation before each prompt; ignored if the model has no chat template.
 
     Attributes:

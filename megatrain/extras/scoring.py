@@ -1,4 +1,4 @@
-"""Scoring of a data set by a model of any size, in forward passes over large batches that fetch each weight once.
+"""Scoring of a data set by a model of any size. Each forward pass fetches every weight once for a large batch.
 
 The weights are frozen. Weights that do not fit in RAM are read in place from the model's folder, in every pass
 (docs/decisions/0031-frozen-weights-are-read-in-place.md). The scores of a pass are on disk before the next pass begins,
@@ -125,7 +125,7 @@ class Scorer:
 
     Args:
         config: Model, data, tiers and ``[score]``. A pass has the size of a step; other training keys are ignored.
-        observer: Receives messages.
+        observer: Observer that receives messages.
         plan: Result of ``plan_scoring``; None to compute it.
         activity: Progress for a live view, which the scorer updates.
 
@@ -254,7 +254,7 @@ class Scorer:
         placement = plan.placement
         passes = Passes(plan, store, timeline=runtime.timeline, activity=self._activity, stays=placement.stays)
         store.wait_idle()  # otherwise, writes from loading would count as traffic of the passes
-        start_stats, start_s = store.stats(), time.perf_counter()  # read before the first prefetch, so that it counts
+        start_stats, start_s = store.stats(), time.perf_counter()  # read before the first prefetch, which must count
         seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []

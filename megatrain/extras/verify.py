@@ -65,7 +65,7 @@ class Check:
         what: Name of the compared values.
         allowed: Largest allowed difference, or "same bits".
         found: Largest difference found, or the number of identical values.
-        problems: One text for each difference that is too large.
+        problems: One message for each difference that is too large.
     """
 
     what: str
@@ -120,7 +120,7 @@ def verify(
     scratch: Path,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> VerifyResult:
-    """Compare plain AdamW with tiered training on this machine, and tiered training in RAM with training on drives.
+    """Compare plain with tiered training on this machine. With "nvme", also compare RAM and drives in tiered training.
 
     All runs train a scaled-down copy of the model on random text. Their files are written to new folders, which are
     removed at the end.
@@ -418,7 +418,7 @@ def _compare_tensors(
     """Compare trained tensors. Differences are relative to each tensor's change during plain training.
 
     Args:
-        magnitude: Function that reduces a tensor to its size.
+        magnitude: Function that returns the magnitude of a tensor.
         min_change: Lower bound of a tensor's change, relative to the largest change of all tensors. Tensors without
             effect on the loss, such as key biases, change only by rounding noise.
     """

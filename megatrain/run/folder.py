@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 
-#: Name of the file in ``output_dir`` that gets the output of a run without a terminal.
+#: Name of the file in ``output_dir`` that gets the output of a run after its terminal has closed.
 LOG_NAME = "run.log"
 #: Name patterns of the files that a run writes into its folder, including temporary files.
 _FILE_PATTERNS = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")

@@ -17,7 +17,7 @@ __all__ = ["RunSignals"]
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STOP_NOTICE = "stopping after this step, and saving; signal again to stop immediately without saving"
-#: A second signal within this time may be the same request: a terminal signals the group, and a parent may forward it.
+#: A second signal within this time may repeat the first: a terminal signals the whole group, and parents forward it.
 SAME_STOP_S = 0.5
 
 

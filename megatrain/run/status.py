@@ -53,7 +53,7 @@ class RunStatus(StoredRecord):
     """Progress of a run. Times are ISO 8601, UTC.
 
     Attributes:
-        state: ``starting`` until the first step, ``paused`` while a drive is full, or one of ``FINAL_STATES``.
+        state: ``starting`` before training, ``paused`` while a drive is full, or another ``State``.
         step: Number of finished steps.
         metrics: Metrics of the last step. None before the first step.
         checkpoint_step: Step of the newest checkpoint. None without a checkpoint.
@@ -180,7 +180,7 @@ class StatusWriter(RunObserver):
         self._write(True, state=state, **({} if message is None else {"message": message}))
 
     def fail(self, message: str, exit_code: int) -> None:
-        """Record a failed end of the run, from any thread. The process then ends without leaving the context."""
+        """Record that the run failed, from any thread. The process then ends without leaving the context."""
         if self._last_write_s is not None:
             self._stop_event.set()
             self._write(True, state="failed", message=message, exit_code=exit_code, activity={})

@@ -111,7 +111,7 @@ class DistillTask(TextTask):
 
     @staticmethod
     def make_loss(training: TrainingConfig, table: DistillConfig) -> Loss:
-        """Return the distillation loss, without reading the scores.
+        """Return the distillation loss, or cross entropy if the config names no scores. The scores are not read.
 
         Raises:
             ConfigError: The scores do not exist or do not match the config.

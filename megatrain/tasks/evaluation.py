@@ -185,7 +185,7 @@ def load_evaluation_sets(
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
     """Return the range of a pass's micro-batches that each rank evaluates. Each micro-batch has ``rows`` rows.
 
-    Every rank gets at least one micro-batch, and at most its number of rows in training. The metrics are always equal.
+    Every rank gets at least one micro-batch, and at most as many rows as in training. The ranges do not affect metrics.
     """
     training_counts = [
         len(run.lanes.rank_micro_batches(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
@@ -245,8 +245,8 @@ class Evaluator:
 
     Args:
         steps_per_epoch: Number of steps in an epoch of training.
-        should_stop: Called between passes, on all ranks. It must return the same result on all of them, so it can be a
-            collective. An interrupted evaluation is not reported.
+        should_stop: Called between passes, on all ranks, so it can be a collective. It must return the same result on
+            all of them. An interrupted evaluation is not reported.
         resumed_evaluations: Latest evaluations before a resume, by name. They are not repeated at the same step.
         plans: Plans of the passes, or None to use the result of ``plan_evaluations``.
         samplers: Samplers by the kind of weights that they use. Empty if samples are off.

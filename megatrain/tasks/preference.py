@@ -135,7 +135,7 @@ class PreferenceLoss(Loss):
         return self.loss_type != "kto"
 
     def applied(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Disable dropout, as TRL does, because the model is compared with its reference model."""
+        """Return a context in which dropout is disabled, as in TRL."""
         return _disable_dropout(model)
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""Measurements of the machine's memory, processors and drives, the rates of tiers, and remedies."""
+"""Measurements of the machine's memory, processors and drives, and remedies for problems."""

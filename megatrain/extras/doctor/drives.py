@@ -210,9 +210,9 @@ class TierProbe:
         return rate
 
     def seconds_per_copy(self) -> float:
-        """Fetch and write back every block, one at a time, and return the calling thread's seconds per copy.
+        """Fetch and write back every block, one at a time, and return the calling thread's CPU seconds per copy.
 
-        Only the thread's CPU time counts, which the store spends on decisions and bookkeeping. Waiting does not count.
+        The store spends this time on decisions and bookkeeping. Waiting does not count.
         """
         start_s = time.thread_time()
         for key in self._keys:
@@ -334,7 +334,7 @@ class DriveResult:
 def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     """Measure the drive of a folder, in a scratch folder inside it.
 
-    The files take at most ``effort.span_bytes`` and at most a quarter of the free space; less on a slow drive.
+    The files take at most ``effort.span_bytes``, and at most a quarter of the free space and RAM; less on a slow drive.
 
     Raises:
         UnusablePathError: The folder cannot be measured.

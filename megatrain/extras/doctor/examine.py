@@ -107,7 +107,7 @@ class DoctorResults:
         )
 
     def machine_toml(self) -> str:
-        """Return the TOML file that describes this machine, so that other machines can plan runs for it."""
+        """Return the TOML file that describes this machine, so that runs on it can be planned on other machines."""
         sizes = {drive.file_system.key: shutil.disk_usage(drive.path).total for drive in self.drives}
         used_bytes = max(0, self.system.ram_limit_bytes - available_ram_bytes())
         return machine_toml(self.profile, used_bytes, sizes)

@@ -89,7 +89,7 @@ def _split_rates(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, fl
 def layer_rates(
     device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
 ) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention, and the bytes per second of the operators without matrix products.
+    """Return the FLOP/s of causal attention, and the bytes per second of operators without matrix products.
 
     Both rates cover two forwards and one backward, like a step with recompute. Attention counts the token pairs of a
     causal kernel. The other operators are a norm, a gate and a sum; each allocates its result.
@@ -147,7 +147,7 @@ def product_flops_per_s(
     constant inputs and is up to an eighth faster.
 
     Args:
-        synchronize: Waits for the device; None if products are synchronous.
+        synchronize: Function that waits for the device; None if products are synchronous.
         sums_bytes_per_s: Rate of the additions in bytes per second, used to subtract their time.
     """
     rate = 0.0
@@ -188,7 +188,7 @@ def _random_tensor(rows: int, columns: int, device: torch.device, dtype: torch.d
 
 @contextmanager
 def _allocate_arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Yield four fp32 arrays in memory that is allocated like the RAM tier's."""
+    """Yield four fp32 arrays in the same kind of host memory as the RAM tier."""
     slabs: list[HostSlab] = []
     try:
         # If an allocation fails, extend() has already added the earlier slabs, so they are closed below.

@@ -1,7 +1,7 @@
 """Charts of a report: loss, tokens per second, and memory per tier with its budget.
 
-The module computes geometry in the units of an SVG view box, which ``page.html.j2`` draws. A curve has at most
-``MAX_COLUMNS`` points, which in longer runs are means over several steps, so the page does not grow with the run.
+The module computes geometry in the units of an SVG view box, which ``page.html.j2`` draws. Curves of step metrics
+have at most ``MAX_COLUMNS`` points. In longer runs, these are means over several steps, which limits the page's size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Chart:
         lines: Curves in drawing order.
         marks: (step, event) pairs, drawn as vertical lines.
         starts_at_zero: Whether the value axis begins at 0.
-        format_value: Formats a value as text.
+        format_value: Function that formats a value as text.
     """
 
     title: str

@@ -16,7 +16,7 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Number of steps at the start that means exclude, because they create files and use memory pages for the first time.
+#: Number of first steps that averages exclude, because these steps create files and touch memory for the first time.
 NUM_WARM_STEPS = 2
 #: Names of stall causes in a report, by cause in the metrics.
 CAUSES = {
@@ -202,7 +202,7 @@ def compute_figures(history: RunHistory) -> Figures:
     timed_s = sum(step.get("step_s", 0.0) for step in timed_steps)
     rss_bytes = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
-    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run, so that their figures agree
+    num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # as in the summary of a run, so that both agree
     return Figures(
         name=history.name,
         path=str(history.path),

@@ -99,7 +99,7 @@ def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
 
 
 def parse_words(words: Sequence[str]) -> CommandLine | None:
-    """Parse a command line. Return None if the command starts no training."""
+    """Parse a command line. Return None if it does not start a training run."""
     line = CommandLine(list(words))
     args = list(words)
     while args:

@@ -1,4 +1,4 @@
-"""Conversions of single keys, by the tables in :mod:`megatrain.base.other_tools`, and of groups of keys."""
+"""Conversions of single keys, selected in the tables of :mod:`megatrain.base.other_tools`, and of groups of keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPTIMIZERS = {
     "sgd": ("sgd",),
     "muon": ("muon",),
 }  # fmt: skip
-#: Optimizers that are translated to 8-bit moments in blocks of 256. The 4-bit optimizer is one of them.
+#: Optimizers that are translated to 8-bit moments in blocks of 256, including a 4-bit optimizer.
 _QUANTIZED_OPTIMIZERS = {
     "adamw": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"),
     "lion": ("lion_8bit", "paged_lion_8bit"),
@@ -208,7 +208,7 @@ def _deepspeed(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
 
 
 def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Write the folder in ``nvme_path`` of a DeepSpeed config to ``[[tiers.nvme]]``."""
+    """Set the path of ``[[tiers.nvme]]`` to the ``nvme_path`` of a DeepSpeed config, if it offloads to NVMe."""
     for block in ("offload_optimizer", "offload_param"):
         table = as_mapping(as_mapping(values.get("zero_optimization")).get(block))
         if table.get("device") == "nvme" and isinstance(table.get("nvme_path"), str):

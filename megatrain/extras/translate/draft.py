@@ -51,7 +51,7 @@ class OmittedKey:
 
 @dataclass
 class Translation:
-    """A config that is being translated. Rules fill it, and :func:`translate_file` finally makes it valid.
+    """State of a translation. Rules fill it, and :func:`translate_file` finally makes it valid.
 
     Attributes:
         source: File or command line to translate.
@@ -125,7 +125,7 @@ class Translation:
         self.entries[config_key] = TranslatedValue(as_number(value, config_key), tool_key, note, is_path)
 
     def put_path(self, config_key: str, value: Any, tool_key: str = "", note: str = "") -> None:
-        """Set a key to a path or a hub name. The text is a path if it exists on this machine."""
+        """Set a key to a path or a hub name. The text is a path if it looks like one or exists on this machine."""
         text = str(value)
         is_path = text.startswith((".", "/", "~")) or config_key == "output_dir" or exists(self.base / text)
         self.put(config_key, text, tool_key, note, is_path=is_path)

@@ -84,7 +84,7 @@ def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
     """Read a command line that starts a training run. Without ``tool``, the tool is detected.
 
     Raises:
-        TranslationError: The command starts no training, its config cannot be read, or it belongs to no supported tool.
+        TranslationError: The command does not start a training run of a supported tool, or its config cannot be read.
     """
     line = parse_words(words)
     if line is None:

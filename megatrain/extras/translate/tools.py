@@ -321,7 +321,7 @@ def _refuse_axolotl(draft: Translation, adapter: Any, rl: Any) -> None:
 
 def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
     """Return the data sets of a key, and list all other values in it as lost."""
-    is_plain = name == "pretraining_dataset"  # its rows are plain text, and its value can be only a hub name
+    is_plain = name == "pretraining_dataset"  # its rows are plain text, and its value can be just a hub name
     sources = []
     for path, source in _members(draft.get(name), name):
         fields = {"path": source} if is_plain and isinstance(source, str) and source else source

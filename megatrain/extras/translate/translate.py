@@ -34,7 +34,7 @@ def translate_file(
         base: Working directory of the tool, to which paths in the file are relative. Default: the current folder.
 
     Raises:
-        TranslationError: The file cannot be read or parsed, or describes an unsupported training.
+        TranslationError: The file cannot be read or parsed, or describes an unsupported kind of training.
     """
     return _translate(read_source(path, tool), folder, base)
 
@@ -51,7 +51,7 @@ def translate_command_line(
         base: As in :func:`translate_file`.
 
     Raises:
-        TranslationError: The command starts no training run, or a kind of run that is not supported.
+        TranslationError: The command does not start a training run, or starts a run of an unsupported kind.
     """
     return _translate(read_command_line(words, tool), folder, base)
 
