@@ -1,7 +1,7 @@
-"""Parameters with present or absent values. An absent parameter has metadata, but reading its values raises an error.
+"""Parameters whose values are in memory (present) or only in the store (absent).
 
-The user's code and optimizer refer to the parameters, so parameters must stay the same objects. Only their class
-changes.
+Reading absent values raises an error, unless a running forward or backward can fetch them. The user's code and
+optimizer refer to the parameters, so parameters must stay the same objects. Only their class changes.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ class PresentParameter(_OffloadedParameter):
 
 
 class StoredParameter(_OffloadedParameter):
-    """Class of a parameter whose values are only in the store. While they are in memory, it is ``PresentParameter``.
+    """A parameter whose values are only in the store. While they are in memory, the class is ``PresentParameter``.
 
-    The parameter has the correct shape, dtype and device, but uses the memory of only one element. Reading its values
-    raises ``AbsentWeightError``, so wrong values are never returned. ``grad`` is None, or a placeholder if the store
-    contains a gradient. Setting ``grad`` to None discards the gradient.
+    The parameter has the correct shape, dtype and device, but uses the memory of only one element. Reading values that
+    cannot be fetched raises ``AbsentWeightError``, so wrong values are never returned. ``grad`` is None, or a
+    placeholder if the store contains a gradient. Setting ``grad`` to None discards the gradient.
     """
 
     __torch_function__: Any = classmethod(_dispatch)
@@ -187,7 +187,7 @@ def holder_of(parameter: Tensor) -> ParameterHolder | None:
 
 
 def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device) -> None:
-    """Make a parameter absent and assign it to its block. It then reports ``device`` as its device."""
+    """Make a parameter absent and assign it to its block. Its ``device`` attribute is then ``device``."""
     own_class = type(parameter)
     make_absent(parameter, device)
     parameter.__dict__[_BLOCK_ATTRIBUTE] = block

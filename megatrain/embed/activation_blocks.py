@@ -94,10 +94,10 @@ class ActivationBlocks:
         weakref.finalize(owner, self._released.append, block).atexit = False
 
     def collect(self, store: TieredStore, *, wait: bool = False) -> None:
-        """Unregister released blocks. Do nothing if another thread is already doing so.
+        """Unregister released blocks. Without ``wait``, leave those that cannot be unregistered immediately.
 
         Args:
-            wait: Whether to wait for the other thread, and for blocks in transfer.
+            wait: Whether to wait for transfers of the blocks, and for other threads that use this object.
         """
         if self._released and self._lock.acquire(blocking=wait):
             try:

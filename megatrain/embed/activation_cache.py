@@ -66,8 +66,8 @@ class _Route:
 class ActivationCache:
     """Cache of storage elements in blocks of one store. Thread-safe.
 
-    The newest ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older elements move
-    to their homes during the forward. Reading elements prefetches the elements that were stored before them.
+    The newest elements, up to ``lookahead_bytes``, stay in the staging tier, because the backward needs them first.
+    Older elements move to their homes during the forward. Reading elements prefetches those stored before them.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ class offload_activations:
     Results are bit-identical to plain PyTorch. Enter the context around the forward. The context can be entered
     repeatedly, nested, and by several threads, or created again for each step. Device tensors move to RAM or a drive,
     and tensors in RAM move to a drive. Tensors for which no tier has space stay in memory, and ``stats`` counts their
-    bytes. No tier exceeds its capacity, but the backward needs additional memory. On a CPU, set
-    ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process, because glibc otherwise keeps much freed memory in its heap.
+    bytes. No tier exceeds its capacity, but restored tensors need memory outside of the tiers. On a CPU, set
+    ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process, because glibc otherwise keeps a lot of freed memory in its heap.
 
     Saved views of one storage share a block until the storage is modified in place. After they are restored, they share
     memory. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place after it
@@ -67,10 +67,10 @@ class offload_activations:
     context moves them. Tensor subclasses and tensors with non-strided layouts stay.
 
     Args:
-        store: Store that stays open until the last backward has ended.
+        store: Store, which must stay open until the last backward has ended.
         tier: Home of the blocks. Default: the slowest tier with space, except the tensor's own tier.
         model: Modules whose parameters and buffers stay in memory.
-        min_bytes: Minimum size of moved tensors. Moving smaller tensors takes too much time for the saved memory.
+        min_bytes: Minimum size of moved tensors. Moving smaller tensors takes too long for the little memory it frees.
         max_bytes: Limit on the total bytes of activation blocks in this store. Default: the tiers' free space.
         lookahead_bytes: Bytes of the staging tier for tensors that were saved last or are needed next. Default: a
             quarter of the tier's capacity, at most 1 GiB.
@@ -124,7 +124,7 @@ class offload_activations:
         return replace(self._cache.stats, in_use_bytes=self._cache.blocks.in_use_bytes)
 
     def close(self) -> None:
-        """Wait for transfers of blocks that no graph needs, and unregister the blocks. The context stays usable."""
+        """Wait for transfers of blocks that no graph needs, and unregister these blocks. The context stays usable."""
         self._cache.blocks.collect(self._store, wait=True)
 
     def _entered_hooks(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
@@ -256,7 +256,7 @@ class _StoredTensor(_OffloadedTensor):
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return weak references to the storages of parameters and buffers, by address. No address is reused meanwhile."""
+    """Return weak references to the storages of parameters and buffers, by address. They prevent address reuse."""
     storages = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -267,7 +267,7 @@ def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
 
 
 def _is_copy_of_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor contains the values of a parameter, as the copies made by autocast do."""
+    """Return whether a tensor contains the values of a parameter, such as a copy made by autocast."""
     node = tensor.grad_fn
     for _ in range(_MAX_NODES):
         if node is None:

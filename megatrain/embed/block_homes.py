@@ -37,7 +37,7 @@ def compute_device(store: TieredStore) -> torch.device:
 def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
     """Return a CPU copy of a tensor in an unlinked memory-mapped file. The file is freed with the copy.
 
-    The file is created in the store's folder if it has one, else in the temporary folder.
+    The file is created in the store's folder if the store has one, else in the system's temporary folder.
 
     Raises:
         OSError: The drive has no space.
@@ -69,7 +69,7 @@ class SharedState:
     """State shared by the offloaded modules, optimizers and activations of one store.
 
     Attributes:
-        working_bytes: Bytes of RAM reserved for copies of blocks from other tiers. No block's home may use them.
+        working_bytes: Bytes that homes must leave free in RAM and on the GPU, for copies of blocks from slower tiers.
         num_changes: Number of changes to weights and state so far, by updates or by other writes.
         last_commit: (num_changes, generation) of the last commit or load.
         mark: Random text that distinguishes the committed generation from other generations with the same number.
@@ -154,7 +154,7 @@ class SharedState:
 
     @contextmanager
     def working_room(self, nbytes: int = 0) -> Iterator[None]:
-        """Increase ``working_bytes`` to at least ``nbytes``. Restore it if the context ends with an error."""
+        """Set ``working_bytes`` to at least ``nbytes``. If the context ends with an error, restore the old value."""
         previous_bytes = self.working_bytes
         self.working_bytes = max(previous_bytes, nbytes)
         try:

@@ -32,7 +32,7 @@ class BlockUpdater(Protocol):
 class GradientBlock:
     """Block that contains the fp32 gradients of a layout's parameters, summed over the backward passes of a step.
 
-    Gradients are added in the same way as by autograd's ``.grad`` and the engine's ``GradientAccumulator``, so sums of
+    Gradients are added in the same way as in autograd's ``.grad`` and the engine's ``GradientAccumulator``, so sums of
     fp32 gradients are bit-identical. Unlike in the engine, gradients arrive one at a time, from autograd's hooks. The
     threads that run autograd call this object, one thread at a time.
 
@@ -41,8 +41,8 @@ class GradientBlock:
         parameters: Parameters by name in the layout.
 
     Attributes:
-        updater: Optimizer group that applies the last step's update, which reads this block, before the next step's
-            first gradient is added.
+        updater: Optimizer group. Before the next step's first gradient is added, the group applies the last step's
+            update, which reads this block.
         version: Number of gradients added or removed so far.
     """
 
@@ -168,7 +168,7 @@ class GradientBlock:
             GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
     def _drop_placeholder(self, parameter: Tensor, gradients: Any) -> None:
-        """Remove the placeholder of an earlier gradient, before autograd adds the next gradient to it."""
+        """Remove a placeholder before autograd adds a gradient to it. If it is already gone, start a new sum."""
         if isinstance(gradient_of(parameter), Placeholder):
             set_gradient(parameter, None)
         else:

@@ -107,7 +107,7 @@ class StateGroup(ABC):
 
     @abstractmethod
     def submit(self, update: GroupUpdate, updates: dict[Any, GroupUpdate]) -> None:
-        """Defer an update until the next use of the weights, or add it to ``updates`` if the step must apply it."""
+        """Defer an update until the next use of the weights, or add it to ``updates`` if it must not wait."""
 
     def update(self, update: GroupUpdate) -> None:
         """Apply an update synchronously."""

@@ -26,7 +26,7 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, values) of each parameter in the order of ``named_parameters``. Tied parameters are yielded once.
 
-    Each tensor is a copy that the caller can keep. The store holds no weights between two tensors, so at most one
+    Each tensor is a copy that the caller can keep. No weights stay gathered between two tensors, so at most one
     tensor is in memory in addition to the store and the caller's tensors. Deferred updates are applied first. Ordinary
     parameters and modules are also supported. For a module with ``group``, this is a collective.
 
@@ -85,7 +85,7 @@ class _NamedWeight:
             }
             base._parameters = copies
             try:
-                # Call the class's method, because ``offload`` replaced the instance's method to write to the store.
+                # Call the class's method. The instance's method writes to the store, because ``offload`` replaced it.
                 for adapter in adapters:
                     type(adapter).merge(adapter)
                 values = copies[leaf]

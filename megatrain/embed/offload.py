@@ -40,8 +40,8 @@ def offload(
     """Move a module's parameters to a store, in place, and return the module.
 
     Each layer's weights are fetched when its forward or backward needs them. Weights are prefetched in the order in
-    which the last run used them. Gradients move to the store as soon as they are computed. ``parameters()`` returns the
-    same objects as before, for ``TieredAdamW``. Set ``requires_grad`` of frozen parameters before the call. Forward,
+    which they were last used. Gradients move to the store as soon as they are computed. ``parameters()`` returns the
+    same objects as before, for ``TieredAdamW``. Freeze parameters (``requires_grad``) before the call. Forward,
     backward, ``generate``, ``state_dict``, ``load_state_dict`` and ``save_pretrained`` work as before. The module
     computes on the device of the store's fastest tier: moves to another device are ignored, and dtype conversions raise
     an error.

@@ -52,7 +52,7 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
 
 
 class OffloadedModule:
-    """Blocks and running forwards of an offloaded module. ``offloaded_module(model)`` returns it.
+    """Blocks and running forwards of an offloaded module, as returned by ``offloaded_module(model)``.
 
     Attributes:
         blocks: Blocks that contain the module's parameters, in definition order.
@@ -74,8 +74,8 @@ class OffloadedModule:
     def install(self, model: nn.Module) -> None:
         """Let ``offloaded_module`` find this object, and provide weights to code outside of their module's forward.
 
-        Examples: a fused loss, a head that multiplies by the embedding, attention that reads its projections' weights.
-        Such an access fetches the weights and holds them until the current forward or backward ends.
+        Such code can be a fused loss, a head that multiplies by the embedding, or attention that reads its projections'
+        weights. When it reads weights, they are fetched and held until the current forward or backward ends.
         """
         _register(model, self._before_forward, self._after_forward)
         model.__dict__[_ATTRIBUTE] = self

@@ -41,33 +41,33 @@ _NO_GRADIENTS = (
 class TieredOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store. AdamW needs 12 bytes per parameter, including weights.
 
-    Parameters can be in offloaded modules, ordinary, or both. The arithmetic is the same as in ``megatrain-tier run``:
-    the optimizer updates an fp32 master (for a bf16 parameter, the store contains its low half). Results are
+    Parameters can be ordinary or in offloaded modules. The arithmetic is the same as in ``megatrain-tier run``:
+    the optimizer updates an fp32 master (for a bf16 parameter, the master's low half is in the store). Results are
     bit-identical for any placement. ``step`` clips by the exact global norm and updates ordinary parameters
     immediately. Offloaded units are updated right before their next use, while the next unit's blocks are fetched.
     Reading a unit's weights earlier applies its update first. Parameter groups, LR schedulers and closures work as in
     torch. Parameters without a gradient are skipped.
 
-    For sharded parameters (``DTensor``: FSDP2, tensor parallelism), each rank updates its shard and stores its state.
-    Weights and gradients stay in place. All ranks step together. ``max_grad_norm`` clips by the norm over all ranks.
+    For sharded parameters (``DTensor``: FSDP2, tensor parallelism), each rank updates its shard and stores the shard's
+    state. Weights and gradients stay in place. All ranks must step together. ``max_grad_norm`` clips by the norm over
+    all ranks.
 
     Args:
         defaults: Default settings of parameter groups.
         store: Store of the state. Default: the store of the parameters, if they are offloaded.
         max_grad_norm: Maximum global norm; 0 disables clipping. With clipping, ``grad_norm`` is the last step's norm.
-        nonfinite: Reaction to a NaN or infinite norm when clipping. "stop" raises an error and changes nothing, "skip"
-            skips the update, and "ignore" uses the gradients, as torch does.
+        nonfinite: Reaction to a NaN or infinite norm when clipping. "stop" raises an error before the update,
+            "skip" skips the update, and "ignore" uses the gradients, as torch does.
         offload_gradients: Whether gradients of ordinary parameters move to the store as soon as autograd computes them.
             The store sums them in fp32 over backward passes.
         state_dtype: Format of the moments: "float32", "bfloat16" (stochastic rounding by seed, step and element) or
-            "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
+            "int8" (one scale per 256 elements); see ``megatrain.optim.elementwise``.
         seed: Seed of stochastic rounding.
-        ema_decay: Decay of a moving average of the fp32 weights; 0 for no average. The average needs 4 more bytes per
-            parameter. It starts with the weights before the first step, and every update changes it. See
-            ``averaged_parameters``.
+        ema_decay: Decay of a moving average of the fp32 weights (4 more bytes per parameter); 0 for no average. The
+            average starts as a copy of the initial weights. See ``averaged_parameters``.
         state: Allowed home tiers of the state, preferred first. "auto" uses RAM while it has space, then drives.
         name: Key prefix for blocks of ordinary parameters. Optimizers in the same store need different prefixes.
-        checkpoint: Content of ``state_dict``. "generation": the number of a committed generation in the store, which
+        checkpoint: What ``state_dict`` returns. "generation": the number of a committed generation of the store, which
             each rank saves and loads separately. "tensors": tensors, as ``torch.distributed.checkpoint`` requires.
             "auto": tensors if a parameter is sharded, otherwise a generation.
 
@@ -223,7 +223,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish_updates()  # some units were not used since the last step, so their updates are still due
+        self.finish_updates()  # updates of units that were not used since the last step are still due
         for param_group in self.param_groups:
             self._make_state(param_group)  # parameters that were frozen before may need state
         scale = self._grad_scale()

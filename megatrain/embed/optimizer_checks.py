@@ -19,8 +19,8 @@ from tiered import TieredStore
 #: Settings of torch's optimizers that change the update rule and are not supported by the kernels.
 UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "differentiable", "dampening")
 _FUSED_REASON = "each placement has one kernel, and all kernels give the same results. Leave the option out"
-#: Reasons for rejecting options of torch's optimizers and of earlier versions (decision 0114), by option. The values
-#: False and None are accepted.
+#: Reasons for rejecting options that torch's optimizers or earlier versions of this project have (decision 0114), by
+#: option. The values False and None are accepted.
 _REJECTED_OPTIONS = {
     "fused": _FUSED_REASON,
     "foreach": _FUSED_REASON,
@@ -34,7 +34,7 @@ _REJECTED_OPTIONS = {
 
 
 def check_arguments(caller: str, params: object, store: object, unknown_options: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` if ``params`` is a module, or if an option exists only in torch's optimizers."""
+    """Raise ``TypeError`` if ``params`` is a module, ``store`` is not a store, or an option is not supported."""
     if isinstance(params, nn.Module):
         raise TypeError(f"{caller} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
     if store is not None:
@@ -60,7 +60,7 @@ def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str, nonfi
 
 
 def check_groups(param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` if saved groups do not match, or if they use an unsupported variant."""
+    """Raise ``ValueError`` if saved groups do not match, or if they use an unsupported setting."""
     sizes = [len(group["params"]) for group in param_groups]
     saved = [len(group["params"]) for group in saved_groups]
     if sizes != saved:
@@ -70,7 +70,7 @@ def check_groups(param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequen
 
 
 def check_settings(param_group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if a group's settings are out of range, or if a parameter has no master weights."""
+    """Raise ``ValueError`` if a group's settings are invalid, or if a parameter has an unsupported dtype or device."""
     for name in UNSUPPORTED_SETTINGS:
         if param_group.get(name):
             raise ValueError(f"{name}={param_group[name]} is not supported by the tiered optimizers")

@@ -16,7 +16,7 @@ from megatrain.optim.base import StateKind
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
-#: Function that returns the kinds of state, given whether masters are split and the parameters by name in the layout.
+#: Function that returns the kinds of state, given whether masters are split, and the parameters by name in the layout.
 MakeKinds = Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]]
 #: Bytes per parameter for the state and gradients of two groups: one is being updated, the other is being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)

@@ -1,4 +1,4 @@
-"""Groups of ordinary parameters. Their state is in the store, where several parameters share a block."""
+"""Groups of ordinary (not offloaded) parameters, whose state is in the store. A group's parameters share blocks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, 
 from tiered import TieredStore
 from tiered.ext import HostSlab
 
-#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
-#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that saved
-#: state can be loaded with different tiers.
+#: Bounds of a group's size limit, in elements: 2 MiB and 64 MiB of each kind of fp32 state. Between these bounds, the
+#: limit is the size of the largest parameter, which must fit in RAM anyway. It does not depend on tier sizes, so that
+#: saved state can be loaded with different tiers.
 _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 
 
@@ -135,7 +135,7 @@ class OrdinaryGroup(StateGroup):
 
     A bf16 parameter in RAM is the high half of its master, so no value is stored twice. For a parameter on a device,
     the store contains the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``), the layout
-    describes this rank's part, which is updated without communication.
+    describes this rank's shard, which is updated without communication.
 
     Attributes:
         first_elements: Number that identifies the first element of each sharded parameter's shard, by name.

@@ -2,7 +2,7 @@
 
 In the engine, Hugging Face's classes define the layers. The engine runs a unit's forward, so a unit of
 ``megatrain.models.graph`` owns all parameters inside. An offloaded module can be of any class. Hooks hold the weights
-that each module's forward reads. Outside of layers, the unit is the set of parameters that one module owns directly.
+that each module's forward reads. Outside of layers, a unit thus contains only parameters that one module owns directly.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class LocalBlocks:
         return find_homes()
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
-        """Return the maximum RAM in bytes for the update of one unit and the weights of the next unit."""
+        """Return the bytes of RAM that suffice to update any unit while the next unit's weights are fetched."""
         return max(
             sum(
                 UPDATE_BYTES * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes
@@ -113,7 +113,7 @@ class LocalBlocks:
         """Do nothing, because a single process needs no memory outside of blocks."""
 
     def check_working_set(self, units: Sequence[UnitPart], homes: Homes, home_bytes_in: Callable[[str], int]) -> None:
-        """Raise ``CapacityError`` if a layer and its enclosing modules do not fit in the compute tier next to homes.
+        """Raise ``CapacityError`` if a layer and its enclosing modules do not fit in the compute tier beside its homes.
 
         Args:
             homes: Home tiers of the module's blocks, by key.

@@ -45,7 +45,7 @@ class Call:
         hooks.__enter__()
 
     def has_ended(self, live_frames: Container[FrameType | None]) -> bool:
-        """Return whether this thread's stack, ``live_frames``, no longer contains the frame of the call."""
+        """Return whether the call began in this thread, but its frame has left the thread's stack, ``live_frames``."""
         return self.thread_id == threading.get_ident() and self.frame not in live_frames
 
     def end(self, *, is_failing: bool = False) -> None:

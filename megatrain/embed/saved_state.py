@@ -161,7 +161,7 @@ class SavedState:
         return state
 
     def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Load state that was saved by torch's equivalent optimizer."""
+        """Load state tensors that this class or torch's equivalent optimizer saved."""
         parameters = self._optimizer.parameters()
         if state and not self._optimizer.torch_names:
             raise ValueError(f"{type(self._optimizer).__name__} cannot load the state of a different optimizer")
@@ -257,12 +257,12 @@ def _check_same_sharding(name: str, values: Tensor, parameter: nn.Parameter) -> 
 
 
 def _flatten_local(values: Tensor) -> Tensor:
-    """Return this process's part of a loaded tensor as a flat fp32 tensor in RAM."""
+    """Return this process's shard of a loaded tensor as a flat fp32 tensor in RAM."""
     return local_shard(values.detach()).reshape(-1).to("cpu", torch.float32)
 
 
 def _owner_of(shards: Sequence[int] | None) -> str:
-    """Return text that describes the owner of a generation, for messages."""
+    """Describe the owner of a generation, for error messages."""
     return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
 
 
@@ -299,7 +299,7 @@ def _commit_changes(store: TieredStore) -> int | None:
 
 
 def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder with the recorded generation: of this store, or of the store that saved it.
+    """Return the folder that contains the recorded generation: this store's, or that of the store that saved it.
 
     Raises:
         GenerationError: Neither folder contains the generation.
@@ -343,7 +343,7 @@ class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The ``state`` of an optimizer. It looks empty, so that trainers do not move it. Reading an item returns copies.
 
     Items cannot be set; load a ``state_dict`` instead. If ``bool(state)`` were False, ``torch.distributed.checkpoint``
-    would create state by a step with zero gradients, which changes existing moments. It is therefore True.
+    would create state by taking a step with zero gradients, which would change existing moments.
     """
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:

@@ -75,7 +75,7 @@ class VersionedTensor(SavedTensor):
 
 
 class KeptTensor(VersionedTensor):
-    """A tensor that stays in memory. It is detached: a node that saves its own output would be a reference cycle."""
+    """A tensor that stays in memory, detached so that a node that saves its own output forms no reference cycle."""
 
     __slots__ = ()
 

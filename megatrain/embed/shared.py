@@ -126,7 +126,7 @@ class ModuleRanks(LocalBlocks):
         shard[len(owned) :].zero_()
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Return the size in bytes of a full copy with this dtype. Sums of gradients have the same size."""
+        """Return the bytes of a full copy with this dtype, including padding. A gradient sum has the same length."""
         return self.num_gathered_elements(layout) * dtype.itemsize
 
     def reserve(self, tier: str, nbytes: int) -> None:
@@ -204,7 +204,7 @@ class ModuleRanks(LocalBlocks):
         """Do nothing, because releasing the lease has already dropped the full copy."""
 
     def gradient_elements(self, part: Part) -> Mapping[str, int]:
-        """Return the elements of the gradient blocks by key: this rank's shard of the total, and each lane's sum."""
+        """Return the lengths of the gradient blocks by key: this rank's shard of the total, and each lane's sum."""
         lanes = {lane_key(part.gradient_key, lane): self.num_gathered_elements(part.layout) for lane in self.own_lanes}
         return {part.gradient_key: self.num_elements(part.layout), **lanes}
 
@@ -213,7 +213,7 @@ class ModuleRanks(LocalBlocks):
         return SharedGradients(self, part)
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], find_homes: Callable[[], Homes]) -> Homes:
-        """Raise an error on all ranks if the module differs between ranks, or does not fit on one of them.
+        """Return this rank's homes. Raise an error on all ranks if the module differs or does not fit on one of them.
 
         Raises:
             OffloadError: A trained parameter is outside of the store.
@@ -257,7 +257,7 @@ class ModuleRanks(LocalBlocks):
             self.reserve(self.compute_tier, copies)
 
     def check_working_set(self, units: Sequence[UnitPart], homes: Homes, home_bytes_in: Callable[[str], int]) -> None:
-        """Raise ``CapacityError`` if a GPU tier cannot hold the largest gradient sum next to homes and copies."""
+        """Raise ``CapacityError`` if a GPU tier cannot hold a gradient sum in addition to homes and full copies."""
         name = self.compute_tier
         if name == "ram":
             return
@@ -396,8 +396,8 @@ def exchange_gradients(
 ) -> dict[nn.Parameter, float]:
     """Exchange the gradients of parameters that ranks share, and return each shared group's squared norm.
 
-    The key of a norm is the group's first parameter. The norm is computed from the mean over all lanes. It is summed
-    over blocks of 65,536 elements of the layout, so it is bit-identical for any number of ranks. This is a collective.
+    A norm's key is the first parameter of its group. The norm is computed from the mean over all lanes. It is summed
+    over chunks of 65,536 elements of the layout, so it is bit-identical for any number of ranks. This is a collective.
 
     Args:
         groups: Groups of the step. Only shared groups whose gradients are not exchanged yet are exchanged.

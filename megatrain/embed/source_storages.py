@@ -25,7 +25,7 @@ _COPY_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 
 
 
 def is_plain_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain strided view of its storage, not a subclass or a different layout."""
+    """Return whether a tensor is a plain strided view of its storage that can be copied byte by byte."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -140,7 +140,7 @@ class SourceStorage:
     """One version of a storage with tensors saved for a backward. This object does not keep the storage alive.
 
     Attributes:
-        stored: Stored parts, by their elements.
+        stored: Elements of the storage that are in blocks.
         keeper: Weak reference to a saved tensor that keeps the storage in memory, or None.
     """
 
@@ -170,7 +170,7 @@ class SourceStorage:
         return self._all_elements if is_large else view.elements
 
     def find(self, view: StorageView) -> StoredElements | None:
-        """Return a stored part that contains the elements of a tensor, or None."""
+        """Return stored elements that include those of a tensor, or None."""
         is_large = view.elements.nbytes * _MAX_SHARED_RATIO >= self._nbytes
         whole = self.stored.get(self._all_elements) if is_large else None
         return self.stored.get(view.elements) if whole is None else whole

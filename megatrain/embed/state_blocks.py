@@ -79,7 +79,7 @@ class StateBlocks:
             self.store.prefetch(key, "ram")
 
     def evict(self) -> None:
-        """Start to evict the state right after its update, so that its write-back overlaps with other updates."""
+        """Start evicting the state. Called after an update, so that the write-back overlaps with other updates."""
         for key in self.keys_outside_ram:
             self.store.evict(key, "ram")
 

@@ -16,7 +16,7 @@ _MAX_RULES = 64
 
 
 class StepCounter:
-    """Counter of each parameter's updates. It also makes the settings of each update. Equal settings share one rule.
+    """Counter of each parameter's updates, and source of their settings. Groups with equal settings share a rule.
 
     Args:
         names: Names of the group settings on which an update rule depends.
@@ -36,7 +36,7 @@ class StepCounter:
     ) -> dict[int, Settings]:
         """Count a step for each parameter with a gradient, and return these parameters' settings by ``id()``.
 
-        Parameters of a group with the same step count share one object.
+        Parameters of a group with the same step count share one ``Settings`` object.
 
         Args:
             taken: State groups, each with the names of its parameters that have a gradient.

@@ -123,12 +123,12 @@ def _close(reference: ref[TieredStore]) -> None:
 
 
 def release(store: TieredStore, tier: str) -> int:
-    """Return a tier's memory to its device between two steps. Return the number of bytes that stay in use.
+    """Free a tier's unused memory between two steps, and return the number of bytes that stay in use.
 
     Dirty copies are written back, all copies are evicted, and free buffers are dropped. Another program can then use
-    the memory, such as a rollout engine on the same GPU. Homes and reservations stay, so place no homes on the GPU. The
-    next forward allocates memory again and fetches the blocks from slower tiers. Do not call this function during a
-    forward or backward.
+    the memory, such as a rollout engine on the same GPU. Homes and reservations stay, so do not place homes on the GPU.
+    The next forward allocates memory again and fetches the blocks from slower tiers. Do not call this function during
+    a forward or backward.
 
     Raises:
         LeaseError: A copy is in use or pinned.
@@ -181,7 +181,7 @@ def _check_byte_count(option: str, size: object) -> int:
 
 
 def _example_size(nbytes: int) -> str:
-    """Return a round size of at most ``nbytes`` as text, to show it as an example."""
+    """Return a round size of at most ``nbytes`` as text, for use as an example."""
     unit, name = (GiB, "GiB") if nbytes >= 2 * GiB else (MiB, "MiB")
     return f"{max(1, nbytes // 2 // unit)}{name}"
 

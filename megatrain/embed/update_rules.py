@@ -91,7 +91,7 @@ class TieredSGD(TieredOptimizer):
         return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
 
     def widest_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings with momentum if any group uses it, because groups can share a block."""
+        """Return settings with momentum if the group or the default uses it, because groups can share a block."""
         return {**settings, "momentum": max(float(settings["momentum"]), float(self.defaults["momentum"]))}
 
 
@@ -136,8 +136,8 @@ class TieredMuon(TieredOptimizer):
     groups with ``use_muon=False``, which AdamW updates; also put embeddings and heads there. Groups share ``lr`` and
     ``weight_decay`` unless they set their own values. With ``adjust_lr_fn="match_rms_adamw"``, the same learning rate
     suits both. In addition to the master, state needs 4 bytes per matrix element and 8 per element of other parameters.
-    The iteration runs on the parameters' compute device. On a GPU, it needs ``megatrain.optim.matrices.device_bytes``
-    of memory outside of all tiers.
+    The Newton-Schulz iteration runs on the parameters' compute device. On a GPU, it needs memory outside of all tiers
+    (``megatrain.optim.matrices.device_bytes``).
 
     Args:
         params: Parameters or groups, as for other optimizers. Groups can set ``use_muon``.

@@ -70,7 +70,7 @@ class OrdinaryUpdates:
         self._tables: dict[int, _KernelTable] = {}
 
     def apply(self, updates: Mapping[OrdinaryGroup, GroupUpdate]) -> None:
-        """Apply batched updates, then all other updates in order. Prefetch the next group's state during each."""
+        """Apply batched updates, then all others one group at a time. Each time, prefetch the next group's state."""
         groups, batches = _batch_updates(updates)
         if groups:
             store, grad_scale = groups[0].store, updates[groups[0]].grad_scale
@@ -116,7 +116,7 @@ class OrdinaryUpdates:
 
 
 def squares_in_ram(groups: Sequence[StateGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
-    """Return sums of squares by parameter, for gradients that kernels can read in place. This takes few kernel calls.
+    """Return sums of squares by parameter, for gradients that kernels can read in place, in only a few calls.
 
     Groups are skipped if their gradients are in a block, or if kernels cannot read one of them in place.
     """
@@ -129,7 +129,7 @@ def squares_in_ram(groups: Sequence[StateGroup], threads: KernelThreads) -> dict
 
 
 def _batch_updates(updates: Mapping[OrdinaryGroup, GroupUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
-    """Return the groups that kernels can update in place, and batches of their parameters, one batch per kind."""
+    """Return the groups that kernels can update in place, and their parameters, batched by settings and dtypes."""
     groups: list[OrdinaryGroup] = []
     batches: dict[tuple[object, ...], _Batch] = {}
     for group, update in updates.items():

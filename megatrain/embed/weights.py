@@ -241,7 +241,7 @@ class WeightBlock:
         return None if self._held is None else self._held.lease.tensor
 
     def lease(self, mode: Literal["r", "rw"] = "r") -> WeightLease:
-        """Return a lease, which the caller must release. The parameters are not loaded."""
+        """Return a lease, which the caller must release. The parameters stay absent."""
         if self.missing_names and mode == "r":
             raise WeightInUseError(
                 f"{sorted(self.missing_names)[0]} has no values yet, because the model was created on the meta device. "

@@ -42,7 +42,7 @@ def matrix_shape(shape: Sequence[int], num_elements: int) -> tuple[int, int, int
 
 
 def rows_per_block(num_rows: int, num_columns: int) -> int:
-    """Return how many rows each partial column sum adds. It affects results, so it depends only on the shape."""
+    """Return the number of rows per partial column sum. It affects results, so it depends only on the shape."""
     return max(RANGE_ELEMENTS // max(num_columns, 1), -(-num_rows // MAX_ROW_BLOCKS), 1)
 
 
@@ -57,8 +57,8 @@ class _KernelSlice:
 class Adafactor:
     """Adafactor for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    It takes 4 bytes per parameter. The algorithm is `transformers.Adafactor` (Shazeer and Stern, 2018) without first
-    moment, `scale_parameter` and `relative_step`. A parameter is updated in fp32, with sums in fp64::
+    It takes 4 bytes per parameter. The algorithm is that of `transformers.Adafactor` (Shazeer and Stern, 2018), without
+    first moment, `scale_parameter` and `relative_step`. A parameter is updated in fp32, with sums in fp64::
 
         g = grad * grad_scale
         rows = rows * b + (mean(g * g, columns) + eps) * (1 - b)       where b = 1 - step ** decay_rate
@@ -66,7 +66,7 @@ class Adafactor:
         u = g * (sqrt(mean(rows) / rows) * sqrt(1 / columns))          a vector: u = g / sqrt(v), v per element
         w = w * (1 - lr * weight_decay) - u * (lr / max(1, rms(u) / clip_threshold))
 
-    An update reads the gradient three times: for the means, for the update's mean square, and to change the weights.
+    An update reads the gradient of a matrix three times: for the means, the update's mean square, and the weights.
 
     Args:
         decay_rate: Negative exponent. Second moments decay by `1 - step ** decay_rate`.
@@ -260,7 +260,7 @@ class _ParameterUpdate:
 
 
 def _kernel_slices(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
-    """Yield kernel calls with about RANGE_ELEMENTS elements each: several matrices, or one row block of a matrix."""
+    """Yield slices of about RANGE_ELEMENTS elements each: several matrices, or one row block of a matrix."""
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)
     if block >= num_rows:

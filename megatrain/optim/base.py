@@ -114,7 +114,7 @@ class Segment:
     Attributes:
         start: First element.
         stop: One past the last element. Updates never change the padding that follows.
-        weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
+        weight_decay: Weight decay, as a fraction per step at a learning rate of 1.
         lr_scale: Factor by which the step's learning rate is multiplied.
         shape: Shape of the parameter, for optimizers that need it. `()` for a vector.
         state_starts: Index of the parameter's first element in the block, by kind. Only for kinds with `elements_of`.
@@ -180,8 +180,8 @@ class Optimizer(Protocol):
     ) -> None:
         """Apply one step to one block group in place. Return after the step is finished.
 
-        The result depends only on the contents, not on the parts of the block or the number of threads. Any thread can
-        call this method, even while other block groups are being updated. It releases the GIL while it computes.
+        The result depends only on the contents of the blocks, not on their division into parts or the number of
+        threads. Any thread can call this method, even while other block groups are being updated. It releases the GIL.
 
         Args:
             blocks: Flat CPU tensors by kind. A `low` block selects the split-master update.
@@ -240,8 +240,8 @@ class MatrixOptimizer(Optimizer, Protocol):
 
         Args:
             matrix: [rows, columns] in bf16, contiguous, on any device.
-            scratch: uint8 scratch memory on the same device, at least `orthogonalize_bytes`. No other large memory is
-                allocated.
+            scratch: uint8 scratch buffer on the same device, at least `orthogonalize_bytes` long. No other large
+                buffers are allocated.
             name: Full name of the parameter, which can fuse several logical matrices.
         """
         ...
@@ -265,7 +265,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Update the weights of matrices, and all other parameters; see `make_directions`.
 
         Args:
-            blocks: As in `make_directions`. `Segment.state_starts` index the blocks of kinds with `elements_of`.
+            blocks: As in `make_directions`. `Segment.state_starts` indexes the blocks of kinds with `elements_of`.
             directions: Results of `orthogonalize`.
         """
         ...

@@ -47,7 +47,7 @@ class UnifiedOptimizer:
 def optimizers_by_tier(
     host: Optimizer, compute_optimizer: Optimizer | None, compute_tier: str, device: torch.device
 ) -> dict[str, Optimizer]:
-    """Return the optimizer for the blocks in each tier. All give results bit-identical to ``host``.
+    """Return the optimizer for the blocks in each tier. All of them give the same results as ``host``, bit for bit.
 
     If GPU and CPU share one memory, GPU kernels update the blocks in RAM, because the GPU reads this memory faster than
     the CPU does. If the optimizer has no GPU kernels, ``host`` updates these blocks.

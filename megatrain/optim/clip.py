@@ -44,11 +44,11 @@ _CALLING_THREAD = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
-    """Error for a NaN or infinite gradient that was not applied. The message states whether other gradients were."""
+    """Error for a NaN or infinite gradient that was not applied. The message says whether others were applied."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
-    """Add the gradient of another use site to `total`, in place. Adds in fp32, and rounds to the dtype of `total`.
+    """Add the gradient of another use site to `total` in fp32, and round the sum to the dtype of `total`.
 
     Args:
         total: 1-D contiguous fp32 or bf16 CPU tensor. Changed in place.
@@ -78,7 +78,7 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
 
 
 def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> Tensor:
-    """Return the fp64 sum of squares of each chunk of 65,536 elements, [chunks] on its device, without a host sync.
+    """Return the fp64 sums of squares of chunks of 65,536 elements, on the gradient's device, without a host sync.
 
     Args:
         gradient: As in `squared_norm` or `device_squared_norm`.
@@ -136,7 +136,7 @@ class SquaredNorm:
             self._host[index] = _host_partials(part, self._threads)
 
     def add_all(self, parts: Sequence[Tensor]) -> None:
-        """Add all parts in one call. The result is the same as with one call to ``add`` per part."""
+        """Add all parts in one call. The result is the same as if ``add`` were called for each part."""
         if parts[0].is_cuda:
             self._device[0] = concat_device_partials(parts)
             return
@@ -246,7 +246,7 @@ def decide_on_device(
 
 
 def warm_up() -> None:
-    """Compile or load the kernels of this file before the first step."""
+    """Compile or load the kernels for gradient sums and norms before the first step."""
     for dtype in GRADIENT_DTYPES:
         sum_gradients(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
         squared_norm(torch.zeros(1, dtype=dtype))

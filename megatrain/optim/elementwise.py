@@ -50,9 +50,9 @@ class ElementwiseOptimizer(ABC):
     `megatrain.optim.base.Optimizer` for the contract.
 
     Moments in bf16 are rounded stochastically, so their expected value is exact. The random bits depend only on seed,
-    step, parameter name and element index. int8 moments are indices into a code (`moments.moment_code`). Blocks of 256
-    elements share a scale, so segments begin at multiples of 256. Arithmetic is always in fp32. The weight is updated
-    with the new moments before they are rounded.
+    step, parameter name and element index. int8 moments are indices into a code (`moments.moment_code`). Each block of
+    256 elements has one scale, so segments begin at multiples of 256. Arithmetic is always in fp32. The weight is
+    updated with the new moments before they are rounded.
 
     Args:
         threads: Compute threads. None creates one thread per usable CPU.
@@ -144,7 +144,7 @@ class ElementwiseOptimizer(ABC):
 
     @property
     def row_kinds(self) -> tuple[str, ...]:
-        """State kinds in the column order of an address table. Gradient and size follow. Unused columns are 0."""
+        """State kinds, in the column order of an address table. Unused columns are 0. Gradient and size follow."""
         return ("weight", "low", *MOMENTS)
 
     def make_row_update(
@@ -356,7 +356,7 @@ class SGD(ElementwiseOptimizer):
 
     @property
     def kernel_name(self) -> str:
-        """Name of the rule: `nesterov`, or `sgd` with and without plain momentum."""
+        """Name of the rule: `nesterov`, or `sgd` with plain or no momentum."""
         return "nesterov" if self.nesterov else "sgd"
 
     @property

@@ -1,4 +1,4 @@
-"""Construction of a run's optimizer, and of the settings of each parameter, from the config."""
+"""Construction of a run's optimizer and of each parameter's settings from the config."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_optimizer(
         fused: Parameters that hold several logical matrices, by full name.
 
     Raises:
-        OptimizerError: a custom optimizer cannot be constructed.
+        OptimizerError: A custom optimizer cannot be constructed, or cannot be combined with an average.
     """
     optimizer = _base_optimizer(table, threads, vocabulary, seed, fused)
     if not table.ema_decay:
@@ -102,9 +102,9 @@ def _base_optimizer(
 def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
     """Return each block group's learning rate factor, by layout name.
 
-    As in timm, units after the last layer have the factor 1, the last layer has `layer_decay`, and each earlier layer
+    As in timm, units after the last layer have the factor 1. The last layer has `layer_decay`, and each earlier layer
     has the next power of `layer_decay`. Units before the first layer have the highest power. A tied weight has the
-    factor for its first use.
+    factor of its first use.
     """
     num_layers = len({unit.layer for unit in graph.units if unit.layer})
     scales: dict[str, float] = {}
@@ -151,7 +151,7 @@ def check_groups(table: OptimizerConfig, trained_entries: Iterable[TensorEntry])
     """Raise an error if a group or glob has no effect.
 
     Args:
-        trained_entries: All trained parameters, under their owners' names.
+        trained_entries: Layout entries of all trained parameters.
 
     Raises:
         ParameterGroupError: A group or glob has no effect. The message suggests the most similar parameter name.
@@ -184,12 +184,12 @@ def check_groups(table: OptimizerConfig, trained_entries: Iterable[TensorEntry])
 
 
 def has_measured_kernel(optimizer: Optimizer, *, split_master: bool) -> bool:
-    """Return whether doctor measures this optimizer's kernel. It measures only AdamW with 12 bytes per parameter."""
+    """Return whether the `doctor` command measures this optimizer: only AdamW with 12 bytes per parameter."""
     return type(optimizer) is AdamW and bytes_per_parameter(optimizer.state_kinds(split_master)) == 12
 
 
 def is_memory_bound(optimizer: Optimizer) -> bool:
-    """Return whether memory bandwidth limits updates. False for bf16 or int8 moments and for custom optimizers.
+    """Return whether memory bandwidth limits updates. False for bf16 or int8 moments, Adafactor and custom optimizers.
 
     On two cores, Lion, SGD and averages reach AdamW's bytes per second within 12 %. Updates take longer than their
     bytes predict for bf16 moments (1.4 to 2.5 times) and for int8 moments in blocks of 256 (nine times).

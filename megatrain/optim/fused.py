@@ -16,9 +16,9 @@ class FusedMatrix:
     """Division of a parameter's rows or columns into logical matrices.
 
     Attributes:
-        sizes: Number of rows that each logical matrix has in one group, in order.
-        num_groups: Number of consecutive groups. Each group has rows of every logical matrix. With one group, the
-            logical matrices are consecutive.
+        sizes: Number of rows (or columns) that each logical matrix has in one group, in order.
+        num_groups: Number of consecutive groups. Each group has rows (or columns) of every logical matrix. With one
+            group, the logical matrices are consecutive.
         divides_columns: Whether the matrices divide the columns of the parameter instead of its rows.
     """
 

@@ -2,8 +2,8 @@
 
 These rules make the results bit-identical for every partition of a block, every thread count and every CPU:
 
-* Arithmetic runs in fp32 in the written order, and each operation is rounded. `fastmath` stays off, so LLVM neither
-  reassociates nor contracts a product and a sum into a fused multiply-add (a test reads the machine code).
+* Arithmetic runs in fp32 in the written order, and each operation is rounded. `fastmath` stays off, so LLVM does
+  not reorder operations or fuse a product and a sum into a multiply-add (a test reads the machine code).
 * Elements are independent, except in sums over a tensor. These sums are in fp64, in an order that depends only on
   positions in the block.
 * Scalars arrive in fp32. The caller rounds them once from fp64.
@@ -306,7 +306,7 @@ def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) 
 def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
     """Write the indices of the nearest code values (ties go to the smaller value), and return the scale.
 
-    The scale is found by comparing bits. A NaN has the largest bits, so it spreads to all moments in its block.
+    The scale is the largest magnitude. A NaN counts as the largest, so it spreads to all moments in its block.
     """
     max_magnitude = np.uint32(0)
     for i in range(codes.size):

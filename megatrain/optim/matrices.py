@@ -94,8 +94,8 @@ class HostOrthogonalizer:
 class DeviceOrthogonalizer:
     """`Orthogonalizer` that processes matrices from RAM on a device. Thread-safe; calls are serialized.
 
-    While the device works on a matrix, the host uses the previous matrix and fills the next matrix. On a GPU, this work
-    runs on a separate stream, so the host does not wait for queued layers.
+    While the device works on a matrix, the host uses the previous matrix and fills the next matrix. A GPU does this
+    work on a separate stream, so the host does not wait for queued layers.
 
     Args:
         device: A CUDA device, or a CPU device that emulates one.

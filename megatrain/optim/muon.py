@@ -85,8 +85,8 @@ class Muon:
 
     A parameter with more than two dimensions is a batch of matrices, such as stacked experts. Each matrix in a batch
     and each logical matrix in a fused parameter is orthogonalized separately, with the factor for its shape. An update
-    needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes the
-    matmuls on the model's compute device (`megatrain.optim.matrices`), so results do not depend on the homes of the
+    needs whole matrices, so layouts with matrices are not divided, and several ranks cannot use Muon. torch computes
+    the matmuls on the model's compute device (`megatrain.optim.matrices`), so results do not depend on the homes of the
     blocks. All other operations are elementwise.
 
     Args:

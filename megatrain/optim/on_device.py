@@ -87,7 +87,7 @@ class TableOptimizer(Protocol):
         ...
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateTable] | None:
-        """Return tables that cover all block groups, one per setting, or None if groups need separate launches."""
+        """Return tables for all block groups, one per combination of settings, or None if launches must be separate."""
         ...
 
     def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
@@ -390,8 +390,8 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
 def device_squared_norm(gradient: Tensor) -> Tensor:
     """Return the fp64 sum of squares of a block group's gradient, as a scalar on its device, without a host sync.
 
-    The result is bit-identical to `clip.squared_norm`. With Triton, two launches read the gradient once. Without
-    Triton, it takes more than a thousand small launches.
+    The result is bit-identical to `clip.squared_norm`. With Triton, it takes two launches and reads the
+    gradient once. Without Triton, it takes more than a thousand small launches.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.

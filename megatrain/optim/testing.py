@@ -1,4 +1,4 @@
-"""Tests that an optimizer can inherit from ``OptimizerSuite``. They check the whole contract with the engine."""
+"""Tests for optimizers, inherited from ``OptimizerSuite``. They check the whole contract with the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OptimizerSuite:
         raise NotImplementedError
 
     def make_layout(self) -> UnitLayout:
-        """Return the tested parameters: matrices, stacked matrices, a vector, and a single element."""
+        """Return the layout of the tested parameters: matrices, stacked matrices, a vector, and a single element."""
         shapes = [("up", (40, 72)), ("experts", (3, 16, 24)), ("norm", (72,)), ("scale", (1,)), ("down", (72, 40))]
         return build_layout("layer", shapes, True)
 

@@ -88,7 +88,7 @@ def _load_float32(grad: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.tens
 
 @triton.jit
 def _positions(block_elements: tl.constexpr) -> tl.tensor:
-    """Return the indexes of this program's elements, in 64 bits because embeddings can exceed 2**31 elements."""
+    """Return the indices of this program's elements, in 64 bits because embeddings can exceed 2**31 elements."""
     return tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
 
 
@@ -107,7 +107,7 @@ def _program_row(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _row_positions(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor:
-    """Return the indexes of this program's elements in the arrays of its row."""
+    """Return the indices of this program's elements in the arrays of its row."""
     return (tl.program_id(0) - tl.load(row)) * block_elements + tl.arange(0, block_elements)
 
 
@@ -118,7 +118,7 @@ def _row_length(row: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _row_array(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
-    """Return a pointer to an array with the dtype of an example."""
+    """Return the pointer in a column of an address table's row, with the dtype of `example`."""
     return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
 

@@ -4,7 +4,7 @@ torch.distributed transfers the bytes. It uses gloo between host memories and NC
 used, because the order of their additions depends on the number of ranks, the topology and the library. The project's
 own kernels compute all sums of a run.
 
-Either all ranks are on one host, or each rank is on a separate host. A rank thus reaches all others over the same link.
+Either all ranks are on one host, or each rank is on a separate host. All links between ranks are thus of one kind.
 
 Collectives are matched by their order. If one rank skips a collective, all other ranks wait forever. Therefore only the
 ticks of a program issue collectives. Programs are equal on all ranks (`check_same`) and do not depend on data. Without
@@ -45,16 +45,16 @@ def check_same(
     parts: Mapping[str, str],
     advice: str = "Start all of them with the same config, data and versions",
 ) -> None:
-    """Check that all ranks have the same texts. This is a collective. If the texts are equal, it sends only a digest.
+    """Check that all ranks have the same strings. This is a collective. If they are equal, it sends only a digest.
 
     Args:
         gather: Collective that returns every rank's item, by rank.
         subject: Name of what is compared, such as ``"config"``, for the error message.
-        parts: Texts to compare, by name. They are compared in this order.
+        parts: Strings to compare, by name. They are compared in this order.
         advice: Remedy for a difference.
 
     Raises:
-        RanksDifferError: A text differs. The message shows the text on two ranks. Raised on all ranks.
+        RanksDifferError: A string differs. The message shows its value on two ranks. Raised on all ranks.
     """
     digests = {name: xxh3_128_hexdigest(text.encode()) for name, text in parts.items()}
     if len(set(gather(xxh3_128_hexdigest(repr(digests).encode())))) == 1:
@@ -169,7 +169,7 @@ class Collectives:
         return gather_messages(item, self._group)
 
     def run_on_all(self, action: Callable[[], _Result]) -> _Result:
-        """Run an action on all ranks and return its result. If it fails on any rank, raise an error on all ranks.
+        """Run an action on all ranks and return this rank's result. If any rank fails, raise an error on all ranks.
 
         A failed rank raises its own error. All other ranks raise the error of the first failed rank, so that no rank
         waits for a rank that has ended.
@@ -209,7 +209,7 @@ class SingleRank:
 
 
 def make_collectives(world: World, tier: str) -> Collectives | SingleRank:
-    """Return a world's collectives. Several ranks must all call this after joining the process group.
+    """Return a world's collectives. If there are several ranks, they must have joined the process group.
 
     Args:
         tier: Name of the tier in which layers run.

@@ -134,7 +134,7 @@ class RankGroup:
             self._pin_near_gpu(bus)
 
     def _pin_near_gpu(self, bus_id: str) -> None:
-        """Pin this rank to its share of the cores near its GPU. Ranks with GPUs on one NUMA node share the cores."""
+        """Pin this rank to its share of the cores near its GPU. Ranks with GPUs on one NUMA node divide its cores."""
         cores = sorted(set(nearby_cores(bus_id)) & os.sched_getaffinity(0))
         all_cores = self.gather((self.world.host_index, cores))
         neighbours = [rank for rank, entry in enumerate(all_cores) if entry == (self.world.host_index, cores)]
@@ -188,7 +188,7 @@ class RankGroup:
         return result
 
     def notify(self, text: str) -> None:
-        """Make rank 0 report a text to the user, together with this rank's name. Thread-safe."""
+        """Have rank 0 show a message to the user, prefixed with this rank's number (except rank 0's). Thread-safe."""
         if self._watcher is not None:
             self._watcher.notify(text)
 
@@ -229,9 +229,9 @@ class RankGroup:
         os._exit(exit_code)
 
     def end(self, exit_code: int) -> NoReturn:
-        """If there are several ranks, end this process after the run and never return.
+        """End this process after a run with several ranks. Never returns.
 
-        Skips the interpreter's shutdown, because the shutdown can deadlock. When a gloo group is destroyed, it holds
+        This skips the interpreter's shutdown, which can deadlock. When a gloo group is destroyed, it holds
         the GIL and joins a thread. That thread can be waiting for the GIL.
         """
         if self._watcher is not None:

@@ -24,13 +24,13 @@ from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherConnection
 __all__ = ["launch"]
 
 _POLL_S = 0.05
-#: Seconds that ranks have to exit after receiving a failure. Rank 0 needs them to write the run's status.
+#: Seconds within which ranks must exit after receiving a failure. Rank 0 uses them to write the run's status.
 _EXIT_GRACE_S = 2.0
 #: Seconds to wait for more ranks to fail for the same reason, because only the lowest rank's message is reported.
 _GATHER_FAILURES_S = 0.5
 #: Seconds from a second stop request until the ranks are killed, because they can be blocked in a collective.
 _SECOND_STOP_S = 3.0
-#: Seconds in which a second signal counts as the same stop, because a parent process can also forward the signal.
+#: Seconds within which a second signal counts as the same stop, because a parent process can also forward the signal.
 _SAME_STOP_S = 0.5
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORWARDED_SIGNALS = (*_STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
@@ -76,7 +76,7 @@ def launch(
         size: Number of ranks.
         threads: Number of threads for the libraries of each rank, or None to divide the cores equally.
         on_failure: Called once with the failure to report to the user.
-        on_message: Called with all other messages of the ranks.
+        on_message: Called with each message of a rank that the launcher does not handle itself.
 
     Returns:
         Exit code of rank 0, or of the failure.
@@ -202,7 +202,7 @@ class _Launcher:
         return failure.exit_code
 
     def _failure(self) -> Failure:
-        """Return the failure to report: a rank's own failure, else an unexpected exit, else a report of any rank."""
+        """Return the failure to report: a rank's own, else an interrupt or unexpected exit, else any received one."""
         host = socket.gethostname()
         failures = {rank.rank: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.rank}
         if failures:

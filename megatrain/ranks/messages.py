@@ -63,7 +63,7 @@ def encode(item: object) -> bytes:
 
 
 def decode(message: bytes | bytearray | memoryview) -> Any:
-    """Decode bytes from ``encode`` to the object.
+    """Decode bytes that ``encode`` returned, and return the object.
 
     Raises:
         MessageError: The bytes are not a valid message, or they name a class outside this project.
@@ -259,7 +259,7 @@ class _Reader:
         kind = _class(content[0])
         if not is_dataclass(kind):
             raise MessageError(f"{kind} is no record")
-        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # skip the constructor, which the sender ran
+        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # skip the constructor, which ran on the sender
         names = {field.name for field in fields(kind)}
         for name, value in content[1]:
             if name not in names:

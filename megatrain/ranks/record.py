@@ -44,7 +44,7 @@ class StepRecord:
 
 
 class Consensus:
-    """The decision whether a run stops or saves after a step, which is the same on all ranks.
+    """Decision on whether a run stops or saves after a step, which is the same on all ranks.
 
     A single process uses its current requests. Several ranks use the records that were gathered after the last step, so
     that all ranks make the same decision.

@@ -41,7 +41,7 @@ _BROKEN_S = 2.5
 _GATHER_FAILURES_S = 0.5
 #: Seconds within which the store answers if its process is running.
 _ANSWER_S = 0.5
-#: Seconds that rank 0 waits for all other ranks to end first, because it can serve the store that they read.
+#: Seconds that rank 0 waits for all other ranks to end first, because it may serve the store that they read.
 _EXIT_GRACE_S = 3.0
 #: Seconds to wait for rank 0 to find the same error in the config, the model or the data.
 _SHARED_ERROR_S = 2.0
@@ -83,7 +83,7 @@ class Failure:
 
     @classmethod
     def select_reported(cls, failures: Mapping[int, Failure], size: int) -> Failure:
-        """Return the lowest rank's failure, which is reported. Mark it as shared if it seems to apply to all ranks.
+        """Return the failure to report: the lowest rank's. Mark it as shared if it seems to apply to all ranks.
 
         Args:
             failures: Failures, by the rank that reported each failure.
@@ -211,7 +211,7 @@ class Watcher:
     # -- reports of this rank ------------------------------------------------------------------------------------
 
     def notify(self, text: str) -> None:
-        """Make rank 0 report a text to the user, together with this rank's name. Thread-safe."""
+        """Have rank 0 show a message to the user, prefixed with this rank's number (except rank 0's). Thread-safe."""
         if self._world.is_first:
             self.on_notice(text)
             return
@@ -224,7 +224,7 @@ class Watcher:
 
         Args:
             exit_code: Exit code of all processes.
-            is_own: Whether the error certainly arose on this rank. If False, it can come from a collective that broke
+            is_own: Whether the error certainly arose on this rank. If False, it may come from a collective that broke
                 when another rank ended, so this rank first waits for the reason.
         """
         if not is_own:
@@ -242,7 +242,7 @@ class Watcher:
         self._end_process(failure)
 
     def finish(self) -> None:
-        """Stop watching because the run ended normally. Rank 0 can serve the store, so it waits for all other ranks."""
+        """Stop watching because the run ended normally. Rank 0 may serve the store, so it waits for all other ranks."""
         with contextlib.suppress(Exception):
             self._store.set(f"gone/{self._world.rank}", "1")
             if self._world.is_first:
@@ -330,7 +330,7 @@ class Watcher:
         return None
 
     def _query_store(self, query: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
-        """Return the store's answer, or None if it does not answer in time. The store's process can be stopped."""
+        """Return the store's answer, or None if it fails or does not answer in time."""
         answers: list[bytes] = []
 
         def run_query() -> None:
@@ -392,7 +392,7 @@ class Watcher:
             os._exit(failure.exit_code)
 
     def _announce_exit(self, failure: Failure) -> bytes:
-        """Mark this rank as gone. Rank 0 can serve the store, so it waits until all others have read the failure."""
+        """Mark this rank as gone. Rank 0 may serve the store, so it waits until all others have read the failure."""
         self._store.set(f"gone/{self._world.rank}", "1")
         other_ranks = set(range(self._world.size)) - {self._world.rank, failure.rank}
         while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in other_ranks]):
@@ -405,7 +405,7 @@ class Watcher:
         return bool(self._store.compare_set(_REPORTED, "", rank) == rank.encode())
 
     def _should_report(self, failure: Failure) -> bool:
-        """Return whether this rank reports to the user: the rank that claimed it first, or the lowest running rank."""
+        """Return whether this rank reports a failure: the first to claim it or, if unknown, the lowest running one."""
         if self._is_reporter is None and self._store_error is None:
             answer = self._query_store(lambda: b"1" if self._claim_report() else b"")
             self._is_reporter = None if answer is None else bool(answer)

@@ -67,7 +67,7 @@ def store_paths(size: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Number and position of a run's ranks, seen from one of them.
+    """Position of one rank among a run's ranks.
 
     Attributes:
         rank: Number of this process, counted from 0.

@@ -1,7 +1,7 @@
 """Mixin and callback for Hugging Face's ``Trainer`` and trainers based on it, such as TRL's ``SFTTrainer``.
 
-Written against transformers 5: ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``. The only private
-method is ``_load_from_checkpoint``. Without it, resuming needs more memory but works.
+Written against transformers 5. The mixin uses ``get_optimizer_cls_and_kwargs``, the trainer's ``accelerator``, and one
+private method, ``_load_from_checkpoint``. Without this method, resuming needs more memory but works.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def offloaded(trainer: type[Any]) -> type[Any]:
 class TierTrainerMixin:
     """Mixin, listed before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
 
-    The arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select the corresponding tiered
+    The training arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select and configure a tiered
     optimizer, with the trainer's parameter groups and clipping by the exact norm. Checkpoints name a generation of the
     store, which is kept as long as the checkpoint's folder exists. Resuming restores weights and state from it.
 
@@ -174,7 +174,7 @@ def _check_adapters_come_first(model: Any) -> None:
 
 
 def _kept_generations(output_dir: Path, store_path: str | None) -> Iterator[int]:
-    """Yield the generations of a store that the checkpoints in an output folder name."""
+    """Yield the generations of a store to which the checkpoints in an output folder refer."""
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         record = _read_record(folder)
         if record is not None and record.get("store") == store_path:

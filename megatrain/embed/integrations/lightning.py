@@ -1,7 +1,7 @@
 """Lightning strategy that trains a ``LightningModule`` from a store.
 
-Written against Lightning 2.6 (``import lightning``): its ``Strategy`` interface, and ``_forward_redirection``, which
-other strategies use in the same way.
+Written against Lightning 2.6 (``import lightning``). The strategy uses the ``Strategy`` interface and
+``_forward_redirection``, which other strategies use in the same way.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         _check_optimizers(trainer, self.optimizers, old_optimizers)
 
     def setup_precision_plugin(self) -> None:
-        """Make the tiered optimizers clip gradients instead of the precision plugin."""
+        """Leave the clipping of gradients to the tiered optimizers, instead of the precision plugin."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if "clip_grad_by_norm" not in vars(plugin):
@@ -248,13 +248,13 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether to restore after setup, which is when weights on the meta device move to the store."""
+        """Whether to restore checkpoints after setup: True if weights are on the meta device before setup."""
         if self._loads_late is None:
             self._loads_late = any(parameter.is_meta for parameter in self.lightning_module.parameters())
         return self._loads_late
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. If optimizer state will also be loaded, wait for it: its generation has the master weights.
+        """Load weights. If optimizer state will also be loaded, load them after it: its generation contains weights.
 
         Weights that a hook changed in ``checkpoint`` take precedence over the weights of the generation.
         """

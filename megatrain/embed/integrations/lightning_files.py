@@ -64,10 +64,10 @@ class KeptGenerations:
 
 
 class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
-    """``TorchCheckpointIO`` that streams local files. The file format is the same. Other files use the base class."""
+    """``TorchCheckpointIO`` that streams local files in the same format. The base class handles all other files."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file atomically, even if the power fails."""
+        """Write a checkpoint file. Local files are written atomically, even if the power fails."""
         target = local_path(path)
         if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -83,7 +83,7 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
             part.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a file. Tensors are memory-mapped, unless ``weights_only`` is False."""
+        """Return the contents of a file. Tensors of local files are memory-mapped, unless ``weights_only`` is False."""
         source = local_path(path)
         loaded: dict[str, Any]
         if weights_only is False or source is None or not source.is_file():

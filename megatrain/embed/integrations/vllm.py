@@ -1,4 +1,4 @@
-"""TRL's vLLM engine for an offloaded policy, which receives the weights from the store, one at a time.
+"""Connection of TRL's vLLM engine to an offloaded policy. The store sends the engine one weight at a time.
 
 Written against TRL 1.16, whose trainers with ``use_vllm`` all have a ``VLLMGeneration``. This module replaces its
 ``_iter_named_params`` (weights to send, in order) and ``_weight_metadata`` (names, dtypes and shapes, for which TRL
@@ -23,7 +23,7 @@ from tiered import TieredStore
 def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
     """Make TRL's engine read weights from the store, and free GPU memory for a colocated engine.
 
-    The store frees the memory before the engine receives weights and before it generates.
+    The store frees the memory before and after each call that sends weights to the engine or generates.
 
     Raises:
         OffloadError: The engine of the installed TRL version has a different interface.

@@ -1,4 +1,4 @@
-"""Replaced methods of peft's layers and tuners, which merge adapters into weights in the store."""
+"""Replacements for methods of peft's layers and tuners that merge adapters or unload them."""
 
 from __future__ import annotations
 

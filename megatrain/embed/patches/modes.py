@@ -17,8 +17,8 @@ def bypass_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a function bypass the active dispatch modes, except modes that emulate a device.
 
     If copies of a layer's weights still exist, its recompute fetches less and thus runs different operations.
-    PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of both runs
-    and would raise an error. Modes that count operations would include the fetches.
+    PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of forward and
+    recompute, and would raise an error. Modes that count operations would include the fetches.
     """
 
     @functools.wraps(function)

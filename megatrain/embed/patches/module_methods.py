@@ -1,4 +1,4 @@
-"""Replaced methods of modules, which would otherwise read, copy or move absent weights.
+"""Replacements for methods of modules that would otherwise read, copy or move absent weights.
 
 The replacements are attributes of the instances and last as long as the module, because its weights stay in the store.
 """
@@ -65,7 +65,7 @@ class _MappedWeights:
         self._destination: ref[Any] | None = None
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace the module's absent parameters with their values. torch calls this hook after ``state_dict``."""
+        """Replace absent parameters in ``state_dict`` with their values. torch calls this hook for each module."""
         if self._destination is None or self._destination() is not state_dict:
             self._copies.clear()  # share tied copies only within one call: callers may change them
             self._destination = ref(state_dict, lambda _: self._copies.clear())
