@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 ALIGNMENT_ELEMENTS = 1024
-"""Every tensor starts at a multiple of this many elements: 4 KiB in fp32, the sector of an O_DIRECT transfer."""
+"""Every tensor starts at a multiple of this many elements: 4 KiB in fp32, the alignment of O_DIRECT transfers."""
 
 PART_ELEMENTS = 16 << 20
 """Elements of a part: 64 MiB in fp32. A constant, so that the set of blocks depends on the model, not on memory."""
 MAX_PARTS = 1024
 """Approximate limit on the parts of a model; a model that would exceed it gets larger parts."""
 PART_ALIGNMENT_ELEMENTS = 65_536
-"""Parts begin at multiples of this: the number of elements in one partial sum of a norm."""
+"""Parts begin at multiples of this number of elements, which is the size of one partial sum of a norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ FORMATS: tuple[Format, ...] = tuple((is_split, dtype) for is_split in (False, Tr
 _STATE_ALIGNMENT_ELEMENTS = 16
 """Alignment of each parameter in the block of a kind with `elements_of`, in elements: a cache line of fp32."""
 _BLOCK_ALIGNMENT_ELEMENTS = 1024
-"""The length of every block is a multiple of this, like the length of a weight block."""
+"""The lengths of weight blocks, and of blocks of state kinds with ``elements_of``, are multiples of this number."""
 
 
 @dataclass(frozen=True, slots=True)
