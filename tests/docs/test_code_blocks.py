@@ -67,7 +67,7 @@ WARNS = (
 )
 #: Pages whose run has a different output folder -> this folder; and pages that assume a finished run.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_first_run.md": "outputs/lora"}
-WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
+WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md", "docs/generation.md")
 
 MINIMAL = 'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'
 #: Shape of the model in examples/quickstart.toml, because the repository does not include its weights.
