@@ -4,15 +4,15 @@
     python bench/activations.py --quick              # a minute, a small model
     python bench/activations.py --tokens 1x1x2048 --ram 256MiB
 
-Each side runs in a separate process. It creates the same Llama, runs one unmeasured step, and then measured forwards
-and backwards without recompute. ``held`` is the growth of resident memory during a forward, after the drive has written
-its queue. It is measured after the timed steps. Bytes that are not yet written stay in the RAM tier, within its
-capacity. ``peak`` is the maximum resident memory during the measured steps, minus the memory before the first step. It
-includes gradients and the store's RAM tier. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB. Otherwise,
+Each side runs in a separate process. It loads the same Llama, runs one unmeasured step, and then measured forwards and
+backwards without recompute. ``held`` is how much a forward increases resident memory, once all queued writes are on the
+drive. It is measured after the timed steps. Until a write is complete, its bytes stay in the RAM tier, whose capacity
+limits them. ``peak`` is the maximum resident memory during the measured steps, minus the memory before the first step.
+It includes gradients and the store's RAM tier. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB. Otherwise,
 freed memory would stay in the heap and hide the effect.
 
-Claims: loss and gradients are bit-identical. With offloading, the graph holds less memory: the difference is at least
-0.8 of the offloaded bytes. No tensor stays in memory because a tier is full, and no tier exceeds its capacity.
+Claims: loss and gradients are bit-identical on both sides. Offloading makes a forward hold less memory, by at least 0.8
+of the bytes that it offloads. No tensor stays in memory because a tier is full, and no tier exceeds its capacity.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store:
 
 
 def wait_for_writes(store: TieredStore | None) -> None:
-    """Wait until the drive has written its queue."""
+    """Wait until all queued writes are on the drive. Without a store, do nothing."""
     if store is not None:
         store.wait_idle()
 

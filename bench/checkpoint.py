@@ -1,14 +1,14 @@
-"""Cost of a checkpoint, which depends on the bytes in RAM and not on the state's size, and training time lost to it.
+"""How long a checkpoint takes (which depends on the bytes in RAM, not on the state's size) and how it delays training.
 
     python bench/checkpoint.py --json
     python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
     python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
 
 First, the bench commits states of several sizes, split into the same number of blocks (the smallest also into ten times
-that number). There are four kinds of states. In three of them, the home is RAM for no block, a tenth of the blocks or
-all blocks, and NVMe for the others. In the fourth, all homes are on NVMe, and a tenth of the blocks is changed in RAM
-and not written back. Each state is committed unchanged, and again after every block on NVMe has been rewritten. Then
-the real trainer runs. Steps that run while a checkpoint is written are compared with other steps of the same run.
+that number). There are four kinds of states. In three of them, RAM is the home of none, a tenth or all of the blocks,
+and NVMe is the home of the others. In the fourth, all homes are on NVMe, and a tenth of the blocks is dirty in RAM at
+each commit. Each state is committed as it is, and again after every block on NVMe has been rewritten. Then the real
+trainer runs. Its steps while a checkpoint is written are compared with its other steps.
 
 Claims: a commit writes the blocks whose home is RAM and links the others. An unchanged commit of the largest state on
 NVMe takes at most 1.5 times as long as a commit of the smallest state.
@@ -116,7 +116,7 @@ class Costs:
             self._compare(done[0], done[-1])
 
     def _compare(self, small: float, large: float) -> None:
-        """Commit two states on NVMe alternately, so that other load affects both. Print the ratio of their times."""
+        """Commit two states on NVMe alternately, so that other load slows both down. Print the ratio of their times."""
         num_blocks, rounds = self._arguments.blocks, max(5, self._rounds)
         with ExitStack() as stack:
             states = []
@@ -223,7 +223,7 @@ class State:
             lease.tensor.fill_(self._turn % 251)
 
     def commit(self, *, rewrite: bool = False) -> Cost:
-        """Change the blocks that are to be dirty in RAM, then commit, and wait until the commit is complete.
+        """Change the blocks that should be dirty in RAM. Then commit, and wait until the commit is complete.
 
         Args:
             rewrite: Whether to rewrite all blocks on NVMe first.

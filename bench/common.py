@@ -99,10 +99,10 @@ class Report:
 
         Args:
             name: Dotted name of what was measured.
-            value, unit: Measured value and its unit, or None and the reason.
+            value, unit: Measured value and its unit, or None and the reason why there is no value.
             target: Target or limit of the value, or None if the row claims nothing.
             ok: Whether the target is met, or None without a target.
-            timing: Whether ``ok`` depends on the machine's speed and load. If so, the row does not fail the bench.
+            timing: Whether ``ok`` depends on the machine's speed and load. If so, a miss does not fail the bench.
         """
         self._all_ok = self._all_ok and (timing or ok is not False)
         own = dict(zip(ROW_FIELDS, (name, value, unit, target, ok, timing), strict=True))

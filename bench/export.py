@@ -5,7 +5,7 @@
     python bench/export.py --model FOLDER
 
 Claims: from the exported folder, transformers computes the logits that the trainer computes from the checkpoint, within
-rounding. Apart from the memory of the libraries, the export takes far less RAM than the model.
+rounding. In addition to the memory of the libraries, the export takes at most half as much RAM as the fp32 weights.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def make_small_model(folder: Path) -> Path:
 
 
 def engine_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids [rows, tokens], and the engine's logits [rows * (tokens - 1), vocabulary] from the checkpoint."""
+    """Return token ids [rows, tokens], and our engine's logits [rows * (tokens - 1), vocabulary] of the checkpoint."""
     loader = trainer.make_loader()
     loader.seek(LoaderPosition())
     ids = next(loader).micro_batches[0]["input_ids"]

@@ -45,7 +45,7 @@ from bench.gpu_sides.job import Job, make_job
 from bench.gpu_sides.rows import Rows
 
 RATES = "rates"
-#: Reduced numbers of layers to try with plain PyTorch if all 28 do not fit.
+#: Reduced numbers of layers to try with plain PyTorch if all 28 layers do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
 #: Number of log lines to print after a side fails.
 _LINES_KEPT = 200
@@ -133,7 +133,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float) -> bool:
-    """Let doctor measure the machine and the scratch folder's drive, and print the rates. Return whether it worked."""
+    """Run `doctor` to measure the machine and the drive of ``folder``. Print the rates. Return whether it worked."""
     report = Report("gpu", as_json=arguments.json, tokens_per_step=None, out=arguments.out)
     command = [sys.executable, "-m", "cli", "doctor", "--quick", "--json", str(folder)]
     environment = {**os.environ, "PYTHONPATH": _python_path(), "NO_COLOR": "1"}
@@ -217,7 +217,7 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process until it ends or reaches its deadline. Return its results, and why it failed or "".
+        """Run a side's process until it ends or reaches its deadline. Return its results, and the failure or "".
 
         Args:
             num_left: Number of the part's sides still to run, including this one. They share the remaining time.
@@ -306,6 +306,6 @@ def _kill_side(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(TerminatedError):  # raised while no side was running, so all rows are printed
+    with contextlib.suppress(TerminatedError):  # raised while no side was running, so no row is lost
         sys.exit(main())
     sys.exit(128 + signal.SIGTERM)

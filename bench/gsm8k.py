@@ -8,7 +8,7 @@
 The example runs with less RAM than its state needs. The plain side is Hugging Face's model in RAM with torch's AdamW.
 Claims: both sides have the same losses, gradient norms and trained weights, within tolerances. Both sides also have the
 same loss on the test answers, before training and afterwards. The plain side computes this loss row by row, without
-packing. With `--trl`, SFTTrainer trains the same tokens of the same rows with the same losses. No row depends on time.
+packing. With `--trl`, SFTTrainer trains on the same tokens and has the same losses. No row depends on time.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def print_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> Non
 
 
 def run_plain(trainer: Trainer, batches: Sequence[StepBatch]) -> tuple[Run, Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """Train Hugging Face's model in RAM with torch's AdamW. Return measurements and the weights before and after."""
+    """Train Hugging Face's model in RAM with torch's AdamW. Return measurements, and the weights before and after."""
     from transformers import AutoModelForCausalLM, get_scheduler
 
     config, run = trainer.config, Run()

@@ -5,9 +5,9 @@
     python bench/large.py --only moe --ram 2GiB --tokens 1x1x128
 
 Claims: three steps move exactly the planned bytes. The process needs at most 1 GiB of RAM in addition to its RAM tier
-(2 GiB, or the planned minimum). The loss of the first step matches plain transformers on the same weights and rows, run
-layer by layer. Startup takes less than twice the time needed to move its bytes at the drive's rate. The bench first
-writes the weights to a Hugging Face folder that is larger than the tier.
+(2 GiB, or the planned minimum). The loss of the first step matches the loss of plain transformers, run layer by layer
+on the same weights and rows. Startup takes less than twice the time needed to move its bytes at the drive's rate. The
+bench first writes the weights to a Hugging Face folder that is larger than the tier.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tiered.units import MiB
 LR = 1e-4
 NUM_STEPS = 3
 TARGET_START = 2.0
-#: Losses agree to about four digits, because bf16 layers add in a different order if a layer's rows are split.
+#: Losses agree to only about four digits, because bf16 layers add in a different order if a layer's rows are split.
 LOSS_TOLERANCE = 2e-3
 #: Memory for the interpreter, libraries, compiled kernels, thread stacks and the C library's allocator (docs/log.md),
 #: and for transformers' modules.
@@ -152,7 +152,7 @@ class Case:
         with Large(config, NUM_STEPS, plan=plan) as side:
             peak = high_water_bytes()
             self._print_start(side, plan, weights)
-            reset_high_water()  # exclude the buffers that measured the drive's rate
+            reset_high_water()  # exclude the buffers used to measure the drive's rate
             for path in self._model.glob("*.safetensors"):  # gradients need the disk space of these files
                 path.unlink()
             losses = [self._step(side, micro_batches, number) for number, micro_batches in enumerate(rows)]
@@ -200,7 +200,7 @@ class Case:
         )
 
     def _fit_config(self) -> tuple[RunConfig, Plan]:
-        """Return a config that fits, and its plan. A tier that is too small gets the minimum size of the plan."""
+        """Return a config that fits, and its plan. If a tier is too small, raise it to the size that the plan needs."""
         sizes = {"ram": "1MiB" if self._arguments.quick else self._arguments.ram}
         while True:
             config = self._config(sizes)
@@ -283,7 +283,7 @@ def write_model(folder: Path, model_type: str, values: Mapping[str, Any]) -> Non
     @contextmanager
     def source(layout: UnitLayout) -> Iterator[ReadMaster]:
         def read(start: int, stop: int) -> Tensor:
-            # An export reads any range of a block, but random weights need ranges at multiples of 1024.
+            # An export may read any range of a block, but `RandomWeights` needs aligned ranges: use multiples of 1024.
             first, last = start // 1024 * 1024, min(-(-stop // 1024) * 1024, layout.num_elements)
             out = buffer[: last - first] if last - first <= buffer.numel() else torch.empty(last - first)
             weights.read(layout, first, out.zero_())

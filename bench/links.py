@@ -28,7 +28,7 @@ from bench.peers.libraries import DeepSpeedSide, KvikioSide, SafetensorsSide, Za
 from bench.peers.tier import VERIFY_MODES, TierSide
 from tiered.units import MiB
 
-#: Share of fio's best rate that the tier must reach.
+#: Checksum mode -> share of fio's best rate that the tier must reach.
 TARGETS = {"off": 0.95, "resume": 0.90, "always": 0.90}
 BLOCKS_MIB = (16, 64, 256, 512)
 QUICK_BLOCKS_MIB = (16, 64)
@@ -177,7 +177,7 @@ class BlockSize:
         self._print_ratios_to("fio_small_pages", small_pages, operation, rates, is_claimed=False)
 
     def _print_ratios_to(self, group: str, fio: Rates, operation: str, rates: Rates, *, is_claimed: bool) -> None:
-        """Compare the tier with the fio variant that has the highest median."""
+        """Print the ratio of the tier's rate to the rate of the fio variant with the highest median."""
         if not fio:
             return
         best = max(fio, key=lambda side: statistics.median(fio[side]))

@@ -1,11 +1,11 @@
 """Resident memory of a training process over time, for plain PyTorch and for a small RAM tier with the rest on NVMe.
 
     python bench/memory_over_time.py --picture memory.svg
-    python bench/memory_over_time.py --quick          # some seconds, a small model
+    python bench/memory_over_time.py --quick          # a few seconds, a small model
 
-Each side runs in its own process, one after the other: it loads the same model and trains the same steps in fp32.
-This process samples the resident memory that the kernel reports for it. Claim: both sides have the same losses up to
-rounding, and the tiered side needs less memory than the weights, gradients and optimizer state of the model.
+The sides run one after the other, each in a separate process. They load the same model and train the same steps in
+fp32. Meanwhile, the bench samples the resident memory that the kernel reports for the process. Claims: both sides have
+the same losses up to rounding, and the tiered side has a lower memory peak.
 """
 
 from __future__ import annotations

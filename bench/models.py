@@ -27,7 +27,7 @@ def llama_config(hidden: int, layers: int, vocabulary: int, **more: Any) -> Any:
 
 
 def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 8192) -> Path:
-    """Write a Llama folder with random fp32 weights and the quickstart's tokenizer, and return the folder.
+    """Write a Llama model folder with random fp32 weights and the quickstart's tokenizer, and return the folder.
 
     Args:
         hidden: Hidden size, a multiple of 64.
@@ -45,7 +45,7 @@ def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 819
 
 
 def write_shape(folder: Path, model_type: str, **values: Any) -> Path:
-    """Write a folder of any architecture with the quickstart's tokenizer and no weights, and return the folder.
+    """Write a model folder of any architecture with the quickstart's tokenizer and no weights, and return the folder.
 
     Run configs that use the folder must set ``model.train_from_scratch = true``.
 

@@ -38,8 +38,8 @@ from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, default_num_threads
 
 MILLION = 1 << 20
-#: Minimum number of parameters per sample, which updates several small blocks. Small blocks are then read from memory,
-#: as in a step, and not from a cache that the previous sample filled.
+#: Minimum number of parameters per sample. If blocks are small, a sample updates several. They are then read from
+#: memory, as in a step, and not from a cache that the previous sample filled.
 SAMPLE_PARAMETERS = 32 * MILLION
 QUICK_SAMPLE_PARAMETERS = 8 * MILLION
 TARGET_CEILING, TARGET_DEEPSPEED, TARGET_GPU_CHAIN, TARGET_HOST_CHAIN = 0.95, 1.0, 1.4, 5.0
@@ -103,7 +103,7 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
 def print_bits(report: Report) -> None:
     """Print whether fp32 and split masters are bit-identical after an update with different numbers of threads.
 
-    Otherwise, the rates of the two formats would not be comparable.
+    If they differed, the rates of the two formats would not be comparable.
     """
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)
@@ -162,8 +162,8 @@ def print_ratio(
 def measure(sides: Sequence[Side], num_rounds: int) -> Samples:
     """Time updates of all blocks, alternating between the sides. Return the seconds per update, by side and round.
 
-    Before each sample, the same work runs unmeasured, so that no side uses caches that another side filled. Each
-    ceiling therefore runs an even number of times, which leaves the memory unchanged.
+    Before each sample, the same work runs unmeasured, so that no side uses caches that another side filled. The two
+    calls of a ceiling leave the memory unchanged, because the second one undoes the first.
     """
     samples: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(1 + num_rounds):

@@ -4,10 +4,10 @@
     python bench/process_memory.py --quick                       # a minute: a small model
     python bench/process_memory.py --only narrow.ram.16384
 
-`plan --json` predicts the memory in a separate process, as for a user who sets a container's limit. Then `run` trains
-in another process, and the kernel reports its peak resident memory. Cases are models of two shapes, in RAM and on a
-drive, and adapters, with rows of 1,024 to 65,536 tokens. Attention is narrow, so that steps with long rows take only
-minutes. Claim: planned / measured is within 0.95 to 1.05.
+`plan --json` predicts the memory in a separate process, as for a user who sets a container's memory limit. Then `run`
+trains in another process, and the kernel reports its peak resident memory. Models of two shapes run in RAM and on a
+drive, and one of them also with adapters. Rows have 1,024 to 65,536 tokens. Attention is narrow, so that steps with
+long rows take only minutes. Claim: planned / measured is between 0.95 and 1.05.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bench.common import QUICKSTART, ROOT, Report
 TOLERANCE = 0.05
 QUICK_CASES = ("narrow.ram.1024", "narrow.drive.1024")
 LORA = "\n[lora]\nr = 8\n"
-#: The child process reports its own peak, because the child's peak as read by the parent includes the parent's peak.
+#: The child process reports its own peak, because the value that its parent can read includes the parent's peak.
 PROGRAM = """
 import atexit, sys
 from bench.common import high_water_bytes

@@ -228,12 +228,12 @@ def _cpu_s(rank: RankSteps) -> float:
 
 
 def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *, quick: bool) -> Sequence[PlannedModel]:
-    """Return the planned models. With ``quick``, write small models to a folder.
+    """Return the models to plan. With ``quick``, write a small model, and return it for two worlds.
 
     Args:
-        scratch: Folder for the small models.
+        scratch: Folder for the small model.
         chosen: Suffix of the names of the models to plan, and tokens per GPU (empty for all). None plans all models.
-        quick: Whether to use small models.
+        quick: Whether to use the small model.
     """
     if not quick:
         name, tokens = chosen or ("", ())

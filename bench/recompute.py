@@ -10,10 +10,10 @@ These are the sides. All blocks are in RAM unless stated otherwise.
 * ``whole``: every layer is recomputed, including products that no gradient needs, as before decision 0080;
 * ``full``: every layer is recomputed, without those products;
 * ``selective``: results of products and attention are saved;
-* ``nvme``: as ``selective``, with inputs and results on a drive, and a RAM tier a quarter above the minimum;
+* ``nvme``: like ``selective``, with inputs and results on a drive, and a RAM tier a quarter above the minimum;
 * ``none``: the graphs of all layers are kept, so that nothing is recomputed;
-* ``streamed``: as ``full``, with the optimizer's state on a drive, and extra RAM for half of the results;
-* ``filled``: as ``streamed`` with the same RAM, but the plan decides which layers save results, from the rates that
+* ``streamed``: like ``full``, with the optimizer's state on a drive, and extra RAM for half of the results;
+* ``filled``: like ``streamed`` with the same RAM, but the plan decides which layers save results, from the rates that
   `doctor` measured on this machine. Without these rates, it is the same as ``streamed``;
 * ``checkpointed``, ``plain``: PyTorch with its own activation checkpointing, and without it.
 

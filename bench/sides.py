@@ -45,7 +45,7 @@ class StepTimes:
         parts_s: Seconds of each part, by name.
         loss: Loss before the update.
         grad_norm: Gradient norm before clipping.
-        num_drops: Number of buffers freed to make space for buffers of other sizes, by tier.
+        num_drops: Number of buffers freed to make space for buffers of different sizes, by tier.
         usage: CPU seconds and page faults of the step, as in ``process_usage``.
     """
 
@@ -144,7 +144,7 @@ class Ours:
 
     Attributes:
         start_s: Seconds of each part of startup: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all
-            threads), and ``fill``, the remaining time until weights and state are at home.
+            threads), and ``fill``, the remaining time until weights and state are in their homes.
         start_bytes: Bytes processed by ``populate``, ``pin`` and ``fill``.
     """
 

@@ -5,7 +5,7 @@
 
 Each command runs in a new interpreter, on the quickstart's model and text. With `--old`, the commands of another tree
 and of this tree alternate, round by round. The row `imports` is for a process that only imports torch and the model's
-class. `plan` and `check` need both imports, so their targets are added to the seconds of this row. All values are
+class. `plan` and `check` need both imports, so their targets apply to the seconds beyond this row. All values are
 medians of user plus system seconds, which depend less on the machine's load than elapsed time.
 """
 

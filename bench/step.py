@@ -4,8 +4,8 @@
     python bench/step.py --quick              # a minute: the 0.82 M model of this repository
     python bench/step.py --model FOLDER --tokens 2x2x256 --steps 5
 
-The sides alternate step by step in one process, on the same micro-batches, from the same weights, with the same
-threads. Plain PyTorch recomputes its layers in the backward (`plain`), or keeps all activations (`plain_keeps`). Our
+The sides alternate step by step in one process, on the same micro-batches, from the same weights, with the same number
+of threads. Plain PyTorch recomputes its layers in the backward (`plain`), or keeps all activations (`plain_keeps`). Our
 engine keeps the activations that fit. Claims: a step in RAM takes at most 1.10 times as long as `plain`. Losses are
 bit-identical for both placements, and every link moves exactly the planned bytes. Each side's memory is measured in a
 separate process.

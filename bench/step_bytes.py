@@ -51,7 +51,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """Precision, clipping and placement to measure. ``target`` is the bytes per parameter that are read and written."""
+    """Precision, clipping and placement to measure. ``target`` has the bytes read and written per parameter."""
 
     name: str
     target: tuple[float, float] | None = None

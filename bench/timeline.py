@@ -1,9 +1,9 @@
 """Timeline of one step: as a file for Perfetto, as a picture, and as a few numbers.
 
     python bench/timeline.py --trace trace.json --picture step.svg
-    python bench/timeline.py --quick                  # some seconds, a small model
+    python bench/timeline.py --quick                  # a few seconds, a small model
 
-Weights, gradients, optimizer state and activations are at home on NVMe, and gradients are clipped. Claim: every tick of
+Weights, gradients, optimizer state and activations have NVMe as their home. Gradients are clipped. Claim: every tick of
 the plan is on the timeline, in order. The numbers show how long links were busy, and how long the step waited for them.
 """
 

@@ -1,4 +1,4 @@
-"""The sides of `optimizer.py`: functions without arguments that update all parameters. All sides share their memory."""
+"""The sides of `optimizer.py`: functions without arguments that update all parameters, in the same memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _run_cut(kernel: Callable[..., None], flats: list[np.ndarray[Any, Any]], thr
 
 
 def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield our optimizers: AdamW in every format (in one also with the norm), and the others on split masters."""
+    """Yield our optimizers: AdamW in every format (once also with the norm), the other optimizers on split masters."""
     adamw = AdamW(*BETAS, EPS, threads=threads)
     for name in ("fp32", "split"):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):

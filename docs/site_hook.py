@@ -2,7 +2,7 @@
 
 Links in the pages work on a code host, which shows files at their repository paths. On the site, pages of ``docs/``
 keep their paths, the README is the home page, and everything else is below ``repository/``. This hook copies linked
-files there and rewrites the links. Links without a target are not rewritten, so the build fails.
+files there and rewrites the links. A link to a missing file is not rewritten, so the build fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Replace the repository links of a page with site links."""
     source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
     if page.file.src_uri not in _pages(config["nav"]) and source not in SEARCHED:
-        page.meta["search"] = {"exclude": True}  # otherwise, decisions and results hide guides in searches
+        page.meta["search"] = {"exclude": True}  # otherwise, decisions and results would bury guides in searches
 
     def rewrite(link: str) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))

@@ -320,7 +320,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Published:
-    """Published throughput of another system, with the settings of our prediction for the same line.
+    """Published throughput of another system, with the settings of our prediction in the same table row.
 
     Attributes:
         machine: Name of a machine profile, or of a file in docs/published_machines.
@@ -520,7 +520,7 @@ def found_rows(
 
 
 def largest(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str], machines: Sequence[str]) -> str:
-    """Return the table of the largest model of each machine; `models` are in the order of their sizes."""
+    """Return the table of the largest models that fit each machine; `models` are in ascending order of size."""
     lines = [
         "| machine | largest in memory | tokens/s | largest with drives | tokens/s | GPU | RAM | drives |",
         "|---|---|---|---|---|---|---|---|",
@@ -604,7 +604,7 @@ def tables_page(
     """Return the page with all rows.
 
     Args:
-        known_only: Whether to omit models and published figures without planned rows, and name them on the page.
+        known_only: Whether to omit models and published figures without planned rows, and to name them on the page.
     """
     shown = shown_of(models, machines, rows, "all", known_only=known_only)
     beside = [each for each in PUBLISHED if not known_only or each.case in rows]

@@ -2,8 +2,8 @@
 
 ``plan`` traces only language models. For any module, ``megatrain.offload`` determines which parameters share a block.
 The bytes in a store and the minimum GPU memory and RAM are sums over blocks. The order in which ``offload`` and
-``TieredAdamW`` register blocks determines their homes. The modules are on the meta device and use the defaults of
-diffusers' classes, which equal the published models. This program needs diffusers and peft.
+``TieredAdamW`` register blocks determines their homes. The modules are on the meta device. They are made with the
+default arguments of diffusers' classes, which give the published models. This program needs diffusers and peft.
 """
 
 # ruff: noqa: E501 - sentences of the page
@@ -37,7 +37,7 @@ RANK = 16
 
 
 def modules() -> dict[str, Callable[[], nn.Module]]:
-    """Return the constructor of each transformer."""
+    """Return the constructor of each transformer, by its title in the table."""
     import diffusers
 
     return {
@@ -192,7 +192,7 @@ LoRA rows have adapters of rank {RANK} on the attention projections. The table d
 
 
 def section() -> str:
-    """Return this section of the page."""
+    """Return the section of the page that contains the table."""
     return HEAD + "\n".join(lines()) + "\n"
 
 

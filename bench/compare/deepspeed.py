@@ -3,10 +3,10 @@
     python bench/compare/deepspeed.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/deepspeed.py --quick
 
-Claims, with little computing per step (T = 128): if our RAM tier is a quarter above the minimum, our step takes at most
+Claims, with little compute per step (T = 128): if our RAM tier is a quarter above the minimum, our step takes at most
 half as long as DeepSpeed's. If our RAM tier is as large as DeepSpeed's buffers (`same_ram`), our step takes at most a
-third as long. `gradients` differs from the first case only in that gradients are stored in bf16 between two visits.
-`unclipped` differs from it only in that neither side clips, so that our side need not hold gradients.
+third as long. Two more cases have the smaller RAM tier. In `gradients`, gradients are stored in bf16 between two
+visits. In `unclipped`, neither side clips, so our side need not hold gradients.
 
 Each side runs in a separate process. The sides alternate, a few steps each, from the same weights, on the same tokens,
 with the same hyper-parameters, and their losses are compared. `--python` is the interpreter that has DeepSpeed. If it
@@ -36,7 +36,7 @@ from bench.compare.worker import Job
 from bench.compare.zero3 import state_memory
 from megatrain.optim.threads import default_num_threads
 
-#: Minimum ratio of DeepSpeed's step time to ours: with our smallest RAM tier, and with one as large as its buffers.
+#: Minimum of DeepSpeed's step time / our step time, for a small RAM tier and for one as large as DeepSpeed's buffers.
 TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
 #: Maximum relative difference between the losses of two sides. Both compute in bf16, but add in different orders.
 LOSS_TOLERANCE = 1e-2
@@ -103,7 +103,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def make_model(folder: Path, *, quick: bool) -> list[int]:
-    """Write a Llama with random weights that bf16 represents exactly, so that both sides start from the same weights.
+    """Write a Llama with random weights that bf16 can represent exactly, so that both sides start from the same ones.
 
     Returns:
         The number of elements of each parameter.

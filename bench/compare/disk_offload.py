@@ -9,9 +9,9 @@ accelerate's `max_memory` is chosen so that both processes have about the same p
 
 Our side bypasses the page cache. For `accelerate`, the model's files are dropped from the page cache before every
 forward (not timed), as if the model were larger than memory. For `accelerate_cached`, the files are in the page cache
-before its turn begins and stay there. That side can use all of the machine's RAM, like `ours_in_ram`.
+before its turn begins and stay there. Like `ours_in_ram`, this side can keep all weights in RAM.
 
-One forward of accelerate has as many rows as one of our passes, so that both sides fetch the weights equally often.
+One accelerate forward has as many rows as one of our passes, so that both sides fetch the weights equally often.
 Seconds cover only forwards and passes, not opening the model.
 
 Claims: log-probabilities are equal within fp32 rounding, and all greedy tokens are equal. Our side moves the planned
@@ -38,7 +38,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# Remove this file's folder from the path, because `import deepspeed` would find a file in it.
+# Remove this file's folder from the path, because `import deepspeed` would find `deepspeed.py` there.
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -252,7 +252,7 @@ class Comparison:
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
         """Start and warm up the accelerate side, and return it with its job.
 
-        Unless ``--max-memory`` is given, try several values, and use the one with the peak memory nearest to ours.
+        Unless ``--max-memory`` is given, try several values and use the one whose peak memory is closest to our peak.
         """
         job = replace(self._job, side=ACCELERATE)
         if self._max_memory:

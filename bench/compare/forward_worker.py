@@ -1,4 +1,4 @@
-"""One side of `disk_offload.py`. Each line of standard input makes it score rows or continue prompts."""
+"""One side of `disk_offload.py`: a process that scores rows or continues prompts for each line of standard input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ForwardJob:
         num_threads: Number of torch threads.
         shape: Number of micro-batches in our pass, rows per micro-batch, and tokens per row.
         text: File that our side scores.
-        rows: Safetensors file with token ids and labels of the same rows, which accelerate scores.
+        rows: Safetensors file with the token ids and labels of that text, which accelerate scores.
         prompts, max_new_tokens: Prompts, all in one batch, and the maximum number of new greedy tokens for each.
     """
 
@@ -211,7 +211,7 @@ def generator(job: ForwardJob) -> Any:
 
 
 class AccelerateSide:
-    """Side that uses transformers with a device map. Each forward reads the weights beyond ``max_memory``."""
+    """Side that uses transformers with a device map. Each forward reads the weights beyond ``max_memory`` from disk."""
 
     def __init__(self, job: ForwardJob) -> None:
         import accelerate

@@ -49,7 +49,7 @@ class OursSide:
         }
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Run steps. Each update runs during the next step. At the end, wait for the last write-backs (settle)."""
+        """Run steps. Each update runs during the next step. The part "settle" is the final wait for write-backs."""
         times = self._ours.steps(batches, LEARNING_RATE)
         return Steps(times.total_s, times.parts_s, times.loss)
 

@@ -39,7 +39,7 @@ class SideProcess:
 
     def __init__(self, python: str, job: Mapping[str, Any], log: Path, worker: str = "worker") -> None:
         self._log = log
-        bin_folder = str(Path(python).absolute().parent)  # the peers expect ninja in the path
+        bin_folder = str(Path(python).absolute().parent)  # the peers expect ninja in the PATH
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

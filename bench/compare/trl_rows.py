@@ -1,4 +1,4 @@
-"""Comparison with TRL on the same rows: which tokens are trained, and the loss of each step."""
+"""Comparison with TRL on the same rows: which tokens are trained on, and the loss of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatrain.training.trainer import Trainer
 
 ROWS_PER_STEP = 2
 #: TRL computes log-probabilities in chunks with a separate head. With a vocabulary of 49,152, its loss differs by 5e-6
-#: from the loss of Hugging Face's model on the same batch. Our loss must be closer. Adam amplifies differences.
+#: from Hugging Face's loss on the same batch. Our first loss must be closer to it. Later, Adam amplifies differences.
 LOSS_TOLERANCE, NORM_TOLERANCE, PLAIN_TOLERANCE = 1e-4, 1e-4, 1e-6
 _TIMEOUT_S = 3600.0
 
@@ -46,7 +46,7 @@ class _Recorder(RunObserver):
 
 
 def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:
-    """Print which tokens each side trains in the same rows, and how far the sides' losses and gradient norms differ.
+    """Print which tokens of the same rows each side trains on, and how much the losses and gradient norms differ.
 
     Args:
         config: Config with the model, the data and the optimizer. Both sides train two rows per step, without packing.
@@ -99,7 +99,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
 
 
 def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
-    """Return a config for steps of two rows of a file. Like transformers, it does not decay biases and norms."""
+    """Return a config that trains on two rows of a file per step. Like transformers, it does not decay biases or norms."""
     values = config.model_dump()
     values["output_dir"], values["run_name"] = output_dir, output_dir.name
     values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}
@@ -191,7 +191,7 @@ def print_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours
 
 
 def print_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
-    """Print how many rows have different token ids, and which tokens only one side trains."""
+    """Print how many rows have different token ids, and which tokens only one side trains on."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     only: dict[str, list[str]] = {"ours": [], "trl": []}
     num_other_ids = 0

@@ -1,4 +1,4 @@
-"""TRL's side of `gsm8k.py`, run by the interpreter that has TRL: the tokens that SFTTrainer trains, and its steps.
+"""TRL's side of `gsm8k.py`, run by the interpreter that has TRL: what SFTTrainer trains on, and its steps.
 
 This program imports no module of this project. Input: a job as JSON on the command line. Output: a JSON object on
 stdout.

@@ -53,10 +53,10 @@ class Part:
         shape: Key of ``SHAPES``.
         layers: Reduced number of layers, or None for all layers of the shape.
         rows, length: Rows per step and tokens per row; T is their product.
-        micro_rows: Rows of our micro-batches.
+        micro_rows: Rows per micro-batch. The reference does not split the rows of a step.
         num_steps: Number of steps measured after one warm-up step, or 0 to measure the first step.
         sides: Names of the compared sides, ours first.
-        target: Minimum ratio of our tokens/s to the last side's tokens/s.
+        target: Minimum ratio of our tokens/s to the other side's tokens/s.
         rate: Minimum tokens/s of our side on one H200.
         share: Minimum ratio of our hardware FLOP/s to the rate of matrix products.
         uses_drive: Whether our side has an NVMe tier.

@@ -32,7 +32,7 @@ class Job:
         rows, length, micro_rows: Shape of a step; see `Part`.
         num_steps: Number of measured steps.
         has_warm_up: Whether an unmeasured step runs first.
-        budget_s: Time limit for all steps. The side stops before a step that would exceed it.
+        budget_s: Time limit of the process, including startup. The side skips steps that would exceed it.
         device: "cuda" or "cpu".
         dtype: Compute dtype of the layers.
         scratch: Folder of this side.
@@ -108,7 +108,7 @@ class StepSeen:
     Attributes:
         loss: Loss before the update.
         parts_s: Seconds of each part, by name.
-        num_drops: Number of buffers freed to make space for buffers of other sizes, by tier.
+        num_drops: Number of buffers freed to make space for buffers of different sizes, by tier.
     """
 
     loss: float

@@ -43,7 +43,7 @@ class PlainSide:
         )
 
     def _fits(self, folder: Path) -> bool:
-        """Return whether two steps fit in memory, and free the memory. The second step has all optimizer state."""
+        """Return whether two steps fit in memory, and free it. Only the second step starts with all optimizer state."""
         fits = True
         try:
             self._set_up(folder, is_real=False)

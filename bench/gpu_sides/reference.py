@@ -2,9 +2,8 @@
 
 Written for commit 919520f, with three changes. Attention gets no mask, because the single-GPU path passes the
 tokenizer's mask of ones and zeros to sdpa, which rejects it. All rows are full, so causal attention is correct. If
-DeepSpeed is missing, torch's fused AdamW replaces DeepSpeed's optimizer. It is faster than the reference's fallback.
-The data loader is not used, because it is prone to fork problems. Weights are bf16. Without DeepSpeed, moments are also
-bf16.
+DeepSpeed is missing, torch's fused AdamW replaces the reference's own fallback, which is slower. The data loader is not
+used, because it is prone to fork problems. Weights are bf16. Without DeepSpeed, moments are also bf16.
 """
 
 from __future__ import annotations

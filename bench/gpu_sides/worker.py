@@ -23,7 +23,7 @@ from bench.gpu_sides.job import Job, StepSeen
 #: Seconds spent on timing products of square matrices.
 _MATMUL_S = 1.0
 _SAMPLE_S = 0.1
-#: Share of a side's time limit that its steps may take. The rest is reserved for the work after the steps.
+#: Share of a side's time limit for startup and steps. The rest is reserved for the work after the steps.
 _SHARE_FOR_STEPS = 0.9
 
 

@@ -29,7 +29,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """Blocks that every side moves in one measurement of one block size.
+    """Blocks of one size that every side moves in one measurement.
 
     Attributes:
         block_nbytes: Bytes per block.

@@ -16,7 +16,7 @@ from tiered.units import MiB
 
 #: Makes glibc touch memory at allocation. Otherwise, fio's first reads would include the page faults.
 TOUCHED = "glibc.malloc.perturb=1"
-#: Lets malloc use huge pages (glibc 2.35), as for our slots. Huge pages affect rates more than engine or queue depth.
+#: Lets malloc use huge pages (glibc 2.35), as our slots do. Huge pages affect rates more than engine or queue depth.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

@@ -42,12 +42,12 @@ _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIO
 
 
 class KvikioSide(Side):
-    """kvikio with fast settings: 4 threads, 16 MiB tasks, O_DIRECT for reads and writes, and memory like our slots'."""
+    """kvikio with 4 threads, 16 MiB tasks, O_DIRECT both ways, and the same kind of host memory as our slots."""
 
     name = "kvikio"
 
     def __init__(self, work: Work, path: Path) -> None:
-        # Without its driver module, cuFile hangs at startup. For host memory, plain POSIX I/O is equivalent.
+        # Without its driver module, cuFile hangs at startup. This mode uses POSIX I/O, which is fine for host memory.
         if not (os.path.exists("/proc/modules") and os.path.exists("/run/udev")):
             os.environ["KVIKIO_COMPAT_MODE"] = "ON"
         require(_KVIKIO_READS, START_TIMEOUT_S)

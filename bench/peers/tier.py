@@ -18,7 +18,7 @@ VERIFY_MODES = ("off", "resume", "always")
 class TierSide(Side):
     """Side that moves the blocks of a store, all of which fit in RAM.
 
-    Between measurements, the RAM tier has no copies and no transfers run.
+    Between measurements, the RAM tier holds no copies, and no transfers run.
 
     A read ends when every block has been leased in RAM, with its bytes checked as ``verify`` requires. A write starts
     with dirty copies and ends after ``NvmeTier.sync``.

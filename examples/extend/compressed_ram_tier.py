@@ -1,14 +1,14 @@
 """A tier of compressed memory between RAM and a drive, in one file outside the package.
 
 The tier groups the bytes of all numbers by their position (all first bytes, then all second bytes, ...), and compresses
-them with zlib. Grouping helps because the exponents of weights resemble each other. A store uses this tier like any
+them with zlib. Grouping helps because the exponents of weights are similar. A store uses this tier like any
 other tier::
 
     tiered.TieredStore([tiered.RamTier(64 * tiered.MiB), CompressedRamTier(1 * tiered.GiB)])
 
 The size of a slot must be known before its contents. The ledger therefore assumes the worst case, in which nothing can
-be compressed; contents that do not compress are stored uncompressed. ``stored_bytes`` is the memory that is really
-used. To save memory through compression, set ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. This tier has a
+be compressed; contents that do not compress are stored uncompressed. ``stored_bytes`` is the memory that is actually
+used. To save memory through compression, use ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)``. This tier has a
 capacity of 1 GiB and takes at most 700 MiB of memory. If a block does not fit into this memory, it stays complete and
 readable in the faster tier. As with a full drive, the caller that waits for the write gets an error.
 """

@@ -1,6 +1,6 @@
 """A tier of objects in S3, GCS, a local folder or any other fsspec file system, in one file outside the package.
 
-fsspec, which comes with torch, supports the protocols; some of them need another package (``s3fs`` for ``s3://``). A
+fsspec, which comes with torch, implements the protocols; some of them need another package (``s3fs`` for ``s3://``). A
 store uses this tier as its slowest tier::
 
     objects = ObjectStoreTier("s3://bucket/scratch", 1 * tiered.TiB, storage_options={"profile": "me"})

@@ -1,6 +1,6 @@
 """Signum (Bernstein et al., 2018) as an optimizer of megatrain-tier, in one file outside the package.
 
-Each weight moves by a fixed length in the direction of the sign of its momentum. The state takes 8 bytes per parameter.
+Each weight moves by a fixed amount against the sign of its momentum. Master and momentum take 8 bytes per parameter.
 A package registers the optimizer in its ``pyproject.toml``::
 
     [project.entry-points."megatrain.optimizers"]

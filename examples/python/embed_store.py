@@ -1,4 +1,4 @@
-"""Use the tiered store without training code: run a network whose weights exceed its RAM.
+"""Use the tiered store without training code: run a network whose weights exceed the RAM tier.
 
 Twelve layers of 256 KiB run in 2 MiB of RAM; layers that do not fit stay in files. At the end, the program commits the
 weights and opens them again, as after a restart. Run ``python examples/python/embed_store.py``; it needs no other
