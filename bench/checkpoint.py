@@ -10,8 +10,8 @@ and NVMe is the home of the others. In the fourth, all homes are on NVMe, and a 
 each commit. Each state is committed as it is, and again after every block on NVMe has been rewritten. Then the real
 trainer runs. Its steps while a checkpoint is written are compared with its other steps.
 
-Claims: a commit writes the blocks whose home is RAM and links the others. An unchanged commit of the largest state on
-NVMe takes at most 1.5 times as long as a commit of the smallest state.
+Claims: a commit writes the blocks whose home is RAM and hard-links the others. An unchanged commit of the largest state
+on NVMe takes at most 1.5 times as long as a commit of the smallest state.
 """
 
 from __future__ import annotations

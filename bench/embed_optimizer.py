@@ -10,7 +10,7 @@ optimizer's step, including any norm and clipping, and the whole step. `tiered` 
 
 Claim: with and without clipping, a step of `tiered` takes at most as long as torch's fused AdamW. If a CUDA device
 exists, all sides use it, and the optimizers of torchao and bitsandbytes also run if they are installed. On the CPU, a
-row for each of these libraries has its error message instead. There, `by_parameter` represents the host's part of
+row shows the error message of each of these libraries instead. There, `by_parameter` represents the host's part of
 torchao's step: torch's fused AdamW with one optimizer per parameter, without the copies to and from the GPU.
 """
 

@@ -217,7 +217,7 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process until it ends or reaches its deadline. Return its results, and the failure or "".
+        """Run a side's process until it ends or reaches its deadline. Return the results, and a failure message or "".
 
         Args:
             num_left: Number of the part's sides still to run, including this one. They share the remaining time.

@@ -47,7 +47,7 @@ def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 819
 def write_shape(folder: Path, model_type: str, **values: Any) -> Path:
     """Write a model folder of any architecture with the quickstart's tokenizer and no weights, and return the folder.
 
-    Run configs that use the folder must set ``model.train_from_scratch = true``.
+    Configs of runs that use the folder must set ``model.train_from_scratch = true``.
 
     Args:
         model_type: Architecture, as in ``config.json``.

@@ -9,8 +9,8 @@ process. Then `run --json` trains the model in another process, which does not k
 repeat this with changed settings (`--set`). Claims: predicted / measured is between 0.85 and 1.15 (0.90 and 1.10 for
 "by_rates"), and the moved bytes equal the planned bytes.
 
-Rows "by_rates" come from a plan that times no steps. This plan divides the work that the trace counted by the rates
-that ``doctor --quick`` measured just before (with ``--quick``: before the first case).
+Rows "by_rates" come from a plan that does not time any steps. This plan divides the work that the trace counted by the
+rates that ``doctor --quick`` measured just before (with ``--quick``: before the first case).
 """
 
 from __future__ import annotations

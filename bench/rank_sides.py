@@ -24,7 +24,7 @@ from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 from megatrain.training.resolve import resolve
 
-#: Limit for all steps of a rank, so that a hanging rank does not block the bench.
+#: Time limit for all steps of a rank, so that a hanging rank does not block the bench.
 TIMEOUT_S = 1200.0
 LR = 1e-4
 

@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Replace the repository links of a page with site links."""
     source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
     if page.file.src_uri not in _pages(config["nav"]) and source not in SEARCHED:
-        page.meta["search"] = {"exclude": True}  # otherwise, decisions and results would bury guides in searches
+        page.meta["search"] = {"exclude": True}  # otherwise, decisions and results would bury the guides
 
     def rewrite(link: str) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))

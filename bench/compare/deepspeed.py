@@ -103,7 +103,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def make_model(folder: Path, *, quick: bool) -> list[int]:
-    """Write a Llama with random weights that bf16 can represent exactly, so that both sides start from the same ones.
+    """Write a Llama with random weights that are exact in bf16, so that both sides start from the same weights.
 
     Returns:
         The number of elements of each parameter.

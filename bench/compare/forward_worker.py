@@ -145,7 +145,7 @@ class OursSide:
         self._job, self._num_turns = job, 0
 
     def about(self) -> dict[str, Any]:
-        """Return the version of transformers, which determines the results."""
+        """Return the version of transformers, which can affect the results."""
         import transformers
 
         return {"version": transformers.__version__}

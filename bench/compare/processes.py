@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.common import ROOT
 
-#: Startup limit. A peer may compile its operators at the first start, which takes minutes.
+#: Startup time limit. A peer may compile its operators at the first start, which takes minutes.
 START_TIMEOUT_S = 1200.0
 STEP_TIMEOUT_S = 300.0
 

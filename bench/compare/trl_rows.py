@@ -49,7 +49,7 @@ def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Pat
     """Print which tokens of the same rows each side trains on, and how much the losses and gradient norms differ.
 
     Args:
-        config: Config with the model, the data and the optimizer. Both sides train two rows per step, without packing.
+        config: Config with the model, the data and the optimizer. Both sides train on two rows per step, unpacked.
         python: Interpreter that has TRL.
         folder: Writable folder.
     """
@@ -99,7 +99,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
 
 
 def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
-    """Return a config that trains on two rows of a file per step. Like transformers, it does not decay biases or norms."""
+    """Return a config that trains on a file, two rows per step. Like transformers, do not decay biases and norms."""
     values = config.model_dump()
     values["output_dir"], values["run_name"] = output_dir, output_dir.name
     values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}

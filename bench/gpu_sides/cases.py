@@ -104,7 +104,7 @@ PARTS: Mapping[str, Part] = {
     "7b_64k": Part("7b", 64, 1024, 4, num_steps=2, rate=12_000, share=0.6, tables=_DEFAULT),
     "7b_4k": Part("7b", 4, 1024, 4, tables=_DEFAULT),
     "7b_16k": Part("7b", 16, 1024, 4, tables=_DEFAULT),
-    # 8 rows at a time: with 16, the workspace displaces a few groups from a GPU of 140 GB.
+    # 8 rows at a time: with 16, the workspace displaces a few groups from a 140 GB GPU.
     "7b_64k_equal": Part("7b", 64, 1024, 8, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, tables=_EQUAL_WORK),
     "7b_4k_equal": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5, tables=_EQUAL_WORK),
     "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0, tables=_EQUAL_WORK),

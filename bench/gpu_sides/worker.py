@@ -121,7 +121,7 @@ def write(path: str, result: Mapping[str, Any]) -> None:
 
 
 def matmul_rate(job: Job) -> float:
-    """Return FLOP/s of large square matrix products in the layers' dtype, or 0.0 if they do not fit."""
+    """Return FLOP/s of large square matrix products in the layers' dtype, or 0.0 if the matrices do not fit."""
     size = job.matmul
     try:
         left = torch.randn(size, size, device=job.device).to(job.torch_dtype)

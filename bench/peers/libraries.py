@@ -47,7 +47,7 @@ class KvikioSide(Side):
     name = "kvikio"
 
     def __init__(self, work: Work, path: Path) -> None:
-        # Without its driver module, cuFile hangs at startup. This mode uses POSIX I/O, which is fine for host memory.
+        # Without its driver module, cuFile hangs at startup. Compat mode uses POSIX I/O, which suits host memory.
         if not (os.path.exists("/proc/modules") and os.path.exists("/run/udev")):
             os.environ["KVIKIO_COMPAT_MODE"] = "ON"
         require(_KVIKIO_READS, START_TIMEOUT_S)

@@ -3,7 +3,7 @@
 Without the marked lines, this is an ordinary program that keeps 18 MB of weights, gradients and optimizer state in
 memory. ``--resume`` continues from the Trainer's own checkpoint, bit for bit. The model is small and has random
 weights, so that the program takes seconds. For a real model, call
-``AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-3b")`` and set store sizes that fit the model:
+``AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-3b")`` and set store sizes that fit the model. Run
 ``python examples/python/hf_seq2seq.py --output /tmp/hf_seq2seq``.
 """
 

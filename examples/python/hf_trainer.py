@@ -2,7 +2,7 @@
 
 Without the marked lines, this is an ordinary program that keeps all 13 MB in memory. You can stop it at any time
 and continue with ``--resume`` from the Trainer's own checkpoints, bit for bit. The model is small and has random
-weights, so that the program takes seconds:
+weights, so that the program takes seconds. Run
 ``python examples/python/hf_trainer.py --output /tmp/hf_trainer``.
 """
 

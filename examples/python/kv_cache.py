@@ -37,7 +37,7 @@ def in_memory(blocks: dict[tuple[int, int], Tensor], layer: int, position: int, 
 
 
 def attend(query: Tensor, cache: Iterator[Tensor]) -> Tensor:
-    """Return the attention of one token to the whole cache, computed from one block at a time."""
+    """Return the attention output of one token over the whole cache, computed block by block."""
     top, total, mixed = torch.full((HEADS, 1, 1), -torch.inf), torch.zeros(HEADS, 1, 1), torch.zeros(HEADS, 1, DIM)
     for keys, values in cache:
         scores = query @ keys.transpose(1, 2) / DIM**0.5

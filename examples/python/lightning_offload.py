@@ -2,7 +2,7 @@
 
 Without the marked lines, this is an ordinary program that keeps all 13 MB in memory. ``--resume`` continues from
 the last checkpoint that Lightning wrote, bit for bit. The model is small and has random weights, so that the program
-takes seconds:
+takes seconds. Run
 ``python examples/python/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
 """
 

@@ -2,7 +2,7 @@
 
 Without the marked lines, the program keeps all activations and 13 MB of weights, gradients and state in memory.
 ``--resume`` continues from the last checkpoint, bit for bit. The program creates a small model with random weights
-instead of downloading a model, and takes seconds:
+instead of downloading a model, and takes seconds. Run
 ``python examples/python/pytorch_offload.py --output /tmp/pytorch_offload``.
 """
 

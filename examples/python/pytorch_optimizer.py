@@ -2,7 +2,7 @@
 
 Without the marked lines, AdamW keeps 6.6 MB of state in memory, and its checkpoints contain all of it. Model,
 gradients, clipping and schedule do not change. ``--resume`` continues from the last checkpoint, bit for bit. The model
-is small and has random weights, so that the program takes seconds:
+is small and has random weights, so that the program takes seconds. Run
 ``python examples/python/pytorch_optimizer.py --output /tmp/pytorch_optimizer``.
 """
 

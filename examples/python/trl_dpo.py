@@ -1,7 +1,7 @@
 """Train with TRL's DPOTrainer; 8 MiB of RAM and a folder on the drive hold the trained model and its reference.
 
 Without the marked lines, this is an ordinary program that keeps 16 MB in memory. ``--resume`` continues from the
-trainer's last checkpoint, bit for bit. Needs ``pip install trl``:
+trainer's last checkpoint, bit for bit. Needs ``pip install trl``. Run
 ``python examples/python/trl_dpo.py --output /tmp/trl_dpo``.
 """
 

@@ -2,8 +2,8 @@
 
 Without the marked lines, this is an ordinary program that keeps 16 MB in memory. The student generates answers, and
 learns the teacher's probabilities for each token. ``lmbda`` is the share of steps with generated answers; the other
-steps use the answers in the data. ``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``:
-``python examples/python/trl_gkd.py --output /tmp/trl_gkd``.
+steps use the answers in the data. ``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``.
+Run ``python examples/python/trl_gkd.py --output /tmp/trl_gkd``.
 
 The teacher is frozen. It takes 2 bytes per parameter in bf16, and only one of its layers is in memory at a time. If the
 teacher exceeds RAM, load it from its folder directly into the store: replace the line that creates it and the line that

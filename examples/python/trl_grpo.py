@@ -2,7 +2,7 @@
 
 Without the marked lines, this is an ordinary program that keeps 13 MB in memory. Every generated token streams the
 weights once, for all answers of a batch, so use large batches and short answers. ``--resume`` continues from the
-trainer's last checkpoint. Needs ``pip install trl``:
+trainer's last checkpoint. Needs ``pip install trl``. Run
 ``python examples/python/trl_grpo.py --output /tmp/trl_grpo``.
 """
 

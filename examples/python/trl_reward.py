@@ -2,7 +2,7 @@
 
 Without the marked lines, this is an ordinary program that keeps 13 MB in memory. ``--resume`` continues from the
 trainer's last checkpoint, bit for bit. To train a real model, call
-``AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)``. Needs ``pip install trl``:
+``AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)``. Needs ``pip install trl``. Run
 ``python examples/python/trl_reward.py --output /tmp/trl_reward``.
 """
 

@@ -1,7 +1,7 @@
 """Train with TRL's SFTTrainer; 6 MiB of RAM and a folder on the drive hold weights, gradients and optimizer state.
 
 Without the marked lines, this is an ordinary program that keeps all 13 MB in memory. ``--resume`` continues from
-the trainer's last checkpoint, bit for bit. Needs ``pip install trl``:
+the trainer's last checkpoint, bit for bit. Needs ``pip install trl``. Run
 ``python examples/python/trl_sft.py --output /tmp/trl_sft``.
 """
 
