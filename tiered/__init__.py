@@ -1,4 +1,4 @@
-"""tiered: named blocks of tensors in GPU memory, RAM and files, moved by a schedule. Independent of training code.
+"""tiered: a store of named tensors (blocks) in GPU memory, RAM and files. Independent of training code.
 
 Programs that use a store import from here. Authors of tiers, links and policies import from ``tiered.ext`` and test
 their implementations with ``tiered.testing``.

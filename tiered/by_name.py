@@ -32,7 +32,7 @@ class NamedAccess:
         return self._movement.slowest_writable
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
-        """Write a whole block, or its rows from ``start`` on, through a lease in an addressable tier."""
+        """Write a whole block, or ``len(tensor)`` rows from row ``start``, through a lease in an addressable tier."""
         tier = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         if start is None:
             with self._leasing.acquire(spec.key, tier, "w") as lease:
@@ -100,7 +100,7 @@ class NamedAccess:
                     movement.prefetcher.set_schedule(None, 0)
 
     def _slowest_valid_tier(self, key: str) -> str | None:
-        """Return the slowest addressable tier with the newest bytes of a block, or None if only files have them."""
+        """Return the slowest addressable tier with a block's newest bytes, or None if no addressable tier has them."""
         movement = self._movement
         with movement.changed:
             block = self._leasing.block(key)
@@ -111,7 +111,7 @@ class NamedAccess:
         return None
 
     def _read_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
-        """Return a byte range of a block from its files, 1-D uint8, or None if its files are not up to date."""
+        """Read bytes of a block from its files, as 1-D uint8. Return None if it has no files or they are stale."""
         movement = self._movement
         with movement.changed:
             block: Block = self._leasing.block(spec.key)

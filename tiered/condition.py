@@ -19,7 +19,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class StoreCondition(threading.Condition):
-    """Condition that raises ``TieredError`` in a forked child, where the thread that holds the lock does not exist."""
+    """Condition that raises ``TieredError`` in a forked child, where a thread that held the lock no longer exists."""
 
     def __init__(self) -> None:
         super().__init__()

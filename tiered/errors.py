@@ -135,7 +135,7 @@ class NewerFormatError(GenerationError):
 
 
 class UnusableDirectoryError(TieredError):
-    """Error for a directory that a tier cannot create, or that contains other programs' files. Nothing is written."""
+    """Error for a directory that a tier cannot create or must not use, e.g. because it has other programs' files."""
 
 
 class LockingError(TieredError, OSError):

@@ -17,10 +17,10 @@ STALL_CAUSES = ("fill", "drain", "space", "lease", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One movement, eviction, stall or commit in a store.
+    """One movement, stall or commit in a store.
 
     Attributes:
-        kind: ``fetch``, ``write_back``, ``evict``, ``stall`` or ``commit``.
+        kind: ``fetch``, ``write_back``, ``stall`` or ``commit``.
         start_s: start time in seconds, from ``time.perf_counter``.
         detail: the link's copy method for movements, the cause for stalls, or the generation for commits.
     """
@@ -51,7 +51,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of a store. ``later - earlier`` has the counts between the two times, and the ``tiers`` of ``later``.
+    """Counters of a store. ``later - earlier`` has the increases of the counters, and the ``tiers`` of ``later``.
 
     Attributes:
         stall_s: seconds that callers waited, by cause.
@@ -63,7 +63,7 @@ class StoreStats:
         written_bytes: bytes written to each durable path.
         schedule_misses: number of accesses that are not in the schedule.
         due_bytes: bytes moved for all uses up to the current tick, by ``"src->dst"``. A fetch for a later use does not
-            count yet; a write-back counts as soon as it starts. So the counts between two ticks are deterministic.
+            count yet; a write-back counts when it is requested. So the counts between two ticks are deterministic.
     """
 
     tiers: Mapping[str, TierStats]

@@ -1,4 +1,4 @@
-"""Names for authors of tiers, links and policies, and for tools that maintain a tier's directories.
+"""Public names for authors of tiers, links and policies, and for tools that maintain a tier's directories.
 
 ``docs/extending.md`` states the contracts; ``tiered.testing`` contains test suites for them.
 """

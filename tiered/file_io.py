@@ -70,7 +70,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> None:
-    """Write all of ``view`` at ``offset``. With O_DIRECT, its size and the offset must be multiples of 4096."""
+    """Write all of ``view`` at ``offset``. With O_DIRECT, size and offset must be multiples of 4096."""
     num_written = 0
     while num_written < len(view):
         try:
@@ -81,7 +81,7 @@ def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], 
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Fill ``view`` with the bytes at ``offset``. Return the number of bytes read; fewer means the file ended."""
+    """Fill ``view`` with the bytes at ``offset``. Return the number of bytes read (smaller if the file ends)."""
     num_read = 0
     while num_read < len(view):
         try:
@@ -120,7 +120,7 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 def checksum(*buffers: Any) -> str:
     """Return the xxh3-64 of the concatenated buffers, as 16 hex digits. Releases the GIL while it runs.
 
-    xxh3 takes 0.09 CPU-seconds per GB, a third of the time of crc32. The crc32c bindings hold the GIL
+    xxh3 takes 0.09 CPU-seconds per GB, a third of the time of crc32. Python bindings for crc32c hold the GIL
     (docs/decisions/0006-checksums.md).
 
     Args:
@@ -191,7 +191,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def create_text_file(path: Path) -> TextIO:
-    """Create a UTF-8 text file for writing. Removes an old file or symbolic link with this name, but not its target.
+    """Create a UTF-8 text file for writing. Removes an old file or link (not its target) with this name.
 
     Raises:
         OSError: the write failed, or another process creates the file at the same time.

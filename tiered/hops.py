@@ -37,7 +37,7 @@ class Routes:
         return self._cache[src, dst]
 
     def tiers_between(self, src: str, dst: str) -> tuple[str, ...]:
-        """Return the intermediate tiers of a copy from ``src`` to ``dst``."""
+        """Return the intermediate tiers on the route from ``src`` to ``dst``."""
         return tuple(tier for tier, _ in self.between(src, dst)[1:])
 
     def is_far(self, src: str, dst: str) -> bool:
@@ -61,7 +61,7 @@ class Routes:
 
 
 def intermediate_tiers(routes: Routes, block: Block, access: Access) -> Sequence[str]:
-    """Return the tiers between a block's home and an access's tier that have, or will get, a copy of the block."""
+    """Return the tiers between a block's home and ``access.tier`` that have, or will get, a copy of the block."""
     tiers = routes.tiers_between(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
     # A valid copy that is only read does not move again, so only the existing copies count.

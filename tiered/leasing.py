@@ -99,7 +99,7 @@ class Leasing:
                 if mode != "r" and block.spec.home in self.movement.read_only_tiers:
                     text = f"the home of block '{block.spec.key}' is the read-only tier '{block.spec.home}'"
                     raise LeaseError(f"{text}: a lease of mode '{mode}' is not possible")
-            # Count a waiter for all copies before the first wait. Copies with waiters are never evicted, so copies that
+            # Add a waiter to every copy before the first wait. Copies with waiters are never evicted, so copies that
             # have arrived stay while the remaining copies are fetched.
             for _, copy, _ in targets:
                 copy.num_waiters += 1
@@ -311,7 +311,7 @@ class Leasing:
                 raise self._capacity_error(reason.tier, need_bytes, f"to acquire {keys}")
 
     def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], reason: WaitReason) -> bool:
-        """Cancel evictions of targets that would wait for the caller's own leases. Return whether any was canceled."""
+        """Cancel targets' evictions that need space held by the caller's leases. Return whether any was canceled."""
         if reason.cause != "space" or reason.need_bytes <= self._max_free_bytes(reason.tier):
             return False
         newest_copies = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
@@ -486,10 +486,10 @@ _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
 def caller_thread_ids() -> Sequence[int]:
-    """Return ids of threads whose leases the caller must not wait for: itself, then threads waiting for its backward.
+    """Return ids of threads whose leases this thread must not wait for: itself, then threads waiting for its backward.
 
-    On a CPU, a backward runs in the calling thread. On a device, it runs in an autograd thread. This thread must not
-    wait for leases of the thread that called the backward. In Python 3.11 the calling thread cannot be found, so the
+    On a CPU, a backward runs in the thread that called it. On a device, it runs in an autograd thread, which would
+    deadlock if it waited for a lease of the calling thread. In Python 3.11, the calling thread cannot be found, so the
     deadlock is not detected. If two threads wait for a backward, both are returned: they share the autograd thread.
     """
     own_id = threading.get_ident()

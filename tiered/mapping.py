@@ -97,7 +97,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         return spec
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """Return a copy of a block in host memory that no tier counts as used. Raises the errors of ``acquire``."""
+        """Return a copy of a block, in host memory outside all tiers. Raises the errors of ``acquire``."""
         return self._named_access.read(self.spec(key))
 
     def __setitem__(self, key: str, tensor: Writable) -> None:

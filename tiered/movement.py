@@ -41,8 +41,8 @@ class Movement:
         time_s: clock that measures stalls.
         due: bytes per link, by the tick that needs the bytes.
         inflight_bytes: bytes of all fetches in progress.
-        failed_write_backs: errors of all failed write-backs. If an error is added while a caller waits for space, the
-            caller raises it.
+        failed_write_backs: errors of all failed write-backs. If an error is added while a caller waits for space or a
+            write-back, the caller raises the error.
         write_back_errors: errors of failed write-backs, by block. The newest bytes of these blocks are not at home.
     """
 
@@ -104,7 +104,7 @@ class Movement:
         """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
-            tick: tick that needs the copy. Without ``on_demand``, only copies not needed until later are evicted.
+            tick: tick that needs the copy. Unless ``on_demand`` is set, only copies with a later next use are evicted.
 
         Raises:
             UninitializedBlockError: the block has no contents.
@@ -150,7 +150,7 @@ class Movement:
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
-            is_slow = copy.tier in self.read_only_tiers  # Prefer any other copy that is equally near.
+            is_slow = copy.tier in self.read_only_tiers  # Among equally near copies, prefer writable tiers.
             return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._index[copy.tier] - self._index[tier])
 
         return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
@@ -204,7 +204,7 @@ class Movement:
         if relay is not None and relay.state.is_valid:
             hops.pop(0)
         elif relay is not None:
-            if relay.state is CopyState.FILLING:  # A fetch of the same bytes is in progress, so reuse its copy.
+            if relay.state is CopyState.FILLING:  # A fetch of the same bytes is in progress: reuse its copy.
                 return WaitReason("fill", relay.transfer)
             slot = self.make_space(block, hop, tick=self.prefetcher.tick, on_demand=True, will_retry=False)
             if slot is None:
@@ -325,7 +325,7 @@ class Movement:
         return owner.allocate(nbytes, name=name, home=home)
 
     def _make_buffer(self, block: Block, tier: str, *, tick: int, on_demand: bool) -> bool:
-        """If no buffer is free, evict a copy of the same size. Return whether a buffer is free now."""
+        """If no buffer of the block's size is free, evict a copy of this size. Return whether a buffer is free now."""
         owner, nbytes = self.occupancy.buffer_tiers[tier], block.spec.nbytes
         if owner.has_buffer(nbytes):
             return True

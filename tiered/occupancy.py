@@ -19,8 +19,8 @@ class Occupancy:
         reserved_bytes: reserved bytes, by tier.
         pinned_bytes: bytes of pinned copies, including copies that have not arrived yet, by tier.
         copy_bytes: bytes of slots that are not home slots, by tier.
-        num_changes: number of changes that can make fetches possible, such as released slots and pins. With more than
-            two tiers, a copy that becomes valid also counts, because it needs no more space in intermediate tiers.
+        num_changes: number of changes that can make fetches possible, such as a released slot or an unpin. With more
+            than two tiers, a copy that becomes valid also counts: it needs no more space in intermediate tiers.
         copy_buffers: number of buffers kept for copies, by tier and slot size. In these tiers, buffers of another size
             are dropped for a copy only as a last resort.
         pinned_buffers: number of pinned copies, by (tier, slot size).
@@ -45,7 +45,7 @@ class Occupancy:
         self._relayed_buffers = Counter[tuple[str, int]]()
 
     def take_slot(self, copy: Copy, slot: Slot) -> None:
-        """Assign a slot to a copy outside its home."""
+        """Assign a slot to a copy outside the block's home."""
         copy.slot = slot
         self.copy_bytes[copy.tier] += slot.slot_bytes
 

@@ -20,9 +20,9 @@ _BUILT_IN: dict[str, TierFactory] = {"gpu": GpuTier, "ram": RamTier, "nvme": Nvm
 
 
 def available_tiers() -> tuple[str, ...]:
-    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then the sorted names of packages' tiers.
+    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then the sorted names of other tiers.
 
-    Does not import these packages.
+    Installed packages provide the other tiers; this function does not import them.
     """
     return (*_BUILT_IN, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - set(_BUILT_IN)))
 

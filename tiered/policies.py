@@ -46,7 +46,7 @@ class Belady:
     """Policy that evicts the copy with the farthest next use first. Ties: clean before dirty, then large before small.
 
     Copies outside the schedule have ``next_use == NEVER`` and are ordered by recency. A prefetch never evicts a copy
-    that is needed sooner than the fetched copy, so cyclic scans (as in training) behave as if copies were pinned.
+    that is needed sooner than the fetched copy. So cyclic scans (as in training) behave as if some copies were pinned.
     """
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:

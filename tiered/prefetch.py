@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class FetchSchedule:
     """Scheduled accesses of the blocks that are used outside their home at least once. Other blocks need no fetch.
 
-    The prefetcher walks the schedule after every change in the store. If most blocks stay at home, this saves time.
+    The prefetcher walks this schedule after every change in the store. It is short if most blocks stay at home.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
@@ -53,7 +53,7 @@ def next_fetches(
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Has no side effects.
 
     Two rules keep fetches useful. First, an access is skipped if its block is written before it, because a copy fetched
-    now would be stale. Second, a copy is fetched only if the copies of all accesses up to its own fit together, in
+    now would be stale. Second, a copy is fetched only if it and the copies of all earlier accesses fit together, in
     their tiers and in the tiers on their routes. So no earlier use evicts the fetched copy, and the number of moved
     bytes does not depend on the speed of transfers.
 
@@ -62,9 +62,9 @@ def next_fetches(
         lookahead_bytes: maximum bytes of distinct future copies. If None, only space limits them.
         free_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
         inspect: function that returns whether an access has a copy (arrived or in flight), and the bytes of the slot
-            that it needs (0 if none). Like ``hop_bytes``, it gets accesses with ticks of the first period.
-        hop_bytes: function that returns the bytes that an access needs in tiers between its tier and the block's home.
-            None if no route has such tiers.
+            that it needs (0 if none). Like ``hop_bytes``, it gets accesses with ticks in the first period.
+        hop_bytes: function that returns the bytes that an access needs in each tier between its tier and the block's
+            home. None if no route has such tiers.
         buffers: number of buffers by (tier, size). Sizes without an entry share the remaining bytes.
         skipped_reads: (tick, key) pairs of reads that will not happen.
     """
@@ -165,7 +165,7 @@ class Prefetcher:
 
     Attributes:
         lookahead_bytes: maximum bytes of copies to fetch ahead. If None, only space limits them.
-        idle_state: state of the store in which nothing is left to fetch, or None if unknown.
+        idle_state: last ``fetch_state`` in which nothing was left to fetch, or None if unknown.
     """
 
     def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
@@ -227,7 +227,7 @@ class Prefetcher:
                     return
                 have_all_started &= obstacle == ""
             if have_all_started:
-                self.idle_state = state  # Keep the old state: if a copy was evicted since, search again.
+                self.idle_state = state  # This state is from before the fetches: if they evicted a copy, search again.
         finally:
             self._is_pumping = False
 

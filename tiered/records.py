@@ -23,11 +23,11 @@ class Copy:
 
     Attributes:
         readers: number of read leases and transfers that read this copy.
-        num_waiters: number of ``acquire`` calls that wait for this copy. If any, the copy is not evicted.
+        num_waiters: number of ``acquire`` calls that wait for this copy. Unless it is 0, the copy is not evicted.
         last_use: counter value of the last use or arrival.
         leased_at: tick of the last lease.
         transfer: latest transfer that filled or drained the copy, in progress or ended.
-        prefetched: whether the prefetcher fetched the copy and no lease has used it yet.
+        prefetched: whether a prefetch fetched the copy and nothing has used it yet.
         drop_when_clean: whether the copy is evicted as soon as it is clean and unused.
     """
 
@@ -80,7 +80,7 @@ class Block:
         self.copies: dict[str, Copy] = {spec.home: Copy(spec.home, is_home=True)}
         self.writer: Lease | None = None
         self.num_transfers = 0  # transfers in progress, over all copies
-        self.version = 0  # number of write leases released so far
+        self.version = 0  # number of write leases released and snapshots adopted so far
         self.slot_bytes: dict[str, int] = {}  # cached slot sizes, by tier
 
     def copy_in(self, tier: str) -> Copy:
@@ -130,7 +130,7 @@ class Lease:
     Attributes:
         tensor: contiguous view of the slot with the block's shape and dtype, on the tier's device. Do not use the view
             after the release, because the slot may then hold another block.
-        version: number of write leases that were released before this lease was granted.
+        version: version of the block's contents when the lease was granted. Each released write lease increases it.
     """
 
     __slots__ = (

@@ -18,7 +18,7 @@ from tiered.tiers.pool import SlabPool
 from tiered.transfer import Transfer
 from tiered.units import MiB
 
-#: A simulated drive serves transfers in pieces of this size. An urgent transfer waits only for the current piece.
+#: A simulated drive or bus moves parts of this size. An urgent transfer waits only for the current part.
 PART_BYTES = 16 * MiB
 
 
@@ -68,7 +68,7 @@ class SimulatedTier:
         is_read_only: whether home slots have their contents from the start.
 
     Attributes:
-        num_drops: number of buffers dropped to make buffers of other sizes. 0 unless addressable.
+        num_drops: number of buffers dropped to make buffers of other sizes. 0 if the tier is not addressable.
     """
 
     alignment_bytes = 1
@@ -124,10 +124,10 @@ class SimulatedTier:
 
 
 class SimulatedChannel:
-    """Rate and queue that the links of a drive or bus share. Urgent transfers go first; otherwise the order is FIFO.
+    """Rate and queue that the links of a drive or bus share. Links with a lower ``priority`` go first; otherwise FIFO.
 
     Attributes:
-        busy_s: total seconds of all started pieces.
+        busy_s: total seconds of all started parts.
     """
 
     def __init__(self, clock: SimulatedClock, rate_bytes_per_s: float) -> None:

@@ -34,13 +34,13 @@ from tiered.units import GiB
 
 
 class TieredStore(BlockMapping):
-    """Store of named blocks in tiers of different speeds. Thread-safe, and a context manager that closes the store.
+    """Store of named blocks in tiers of different speeds. Thread-safe. Also a context manager that closes the store.
 
     Only the process that created the store can use it: in a forked child, ``close`` does nothing and every other use
     raises ``TieredError``. A store is also a mapping from names to copies of tensors (see ``BlockMapping``).
 
-    Every block owns a slot in one **home** tier for its whole life; faster tiers hold **copies**. Eviction therefore
-    never allocates. If a tier or disk is too small, registering a block raises an error.
+    Every block owns a slot in one **home** tier for its whole life; faster tiers hold **copies**. So a write-back
+    always has space at home. If a tier or disk is too small, registering a block raises an error.
 
     Args:
         tiers: tiers from fast to slow. The store never exceeds a tier's ``capacity_bytes``.
@@ -52,11 +52,11 @@ class TieredStore(BlockMapping):
         overwrite: whether to start empty even if ``path`` has committed generations. Later commits prune the old
             generations according to ``keep_generations``, unless ``load`` continues one of them.
         on_full: what to do if the drive of ``path`` is full: ``pause`` until there is space, or ``error``. Ignored if a
-            tier uses this drive.
+            tier owns ``path``.
         on_notice: called with a sentence for the user, on any thread. By default, the sentence is logged as a warning.
-        max_inflight_bytes: maximum bytes that prefetches move at the same time.
-        on_event: called for every movement and stall with the store's lock held. Must be fast and not call the store.
-        clock: virtual time, for simulated tiers and links.
+        max_inflight_bytes: number of bytes in flight at which no further prefetch starts.
+        on_event: called with each ``Event`` while the store's lock is held. Must be fast and not call the store.
+        clock: virtual clock, for simulated tiers and links.
 
     Raises:
         ValueError: there are no tiers, two tiers have the same name, or their folders overlap.
@@ -87,7 +87,7 @@ class TieredStore(BlockMapping):
             try:
                 refuse_committed(path)
             except GenerationError:
-                del tiers  # The traceback keeps this frame alive, and this variable would keep the locks.
+                del tiers  # The traceback keeps this frame alive, and this variable would keep the tiers' locks.
                 raise
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
@@ -105,8 +105,8 @@ class TieredStore(BlockMapping):
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
         """Return a store with the verified blocks of a committed generation (default: the newest undamaged one).
 
-        ``on_notice`` reports damaged generations that are newer. It also reports a top file that is older than the
-        generations, which happens if a live directory was copied. If ``generation`` is set, it must be undamaged.
+        ``on_notice`` reports damaged newer generations, and a top-level ``MANIFEST.json`` that does not name the newest
+        generation (as in a copy of a live directory). If ``generation`` is set, it must be undamaged.
 
         A block keeps its recorded home if ``tiers`` has a tier with that name; otherwise its home is the slowest tier.
 
@@ -151,7 +151,7 @@ class TieredStore(BlockMapping):
     def keep_also(self, get_generations: Callable[[], Collection[int]] | None) -> None:
         """Make commits also keep the generations that ``get_generations()`` returns, e.g. for other checkpoints.
 
-        Every commit calls ``get_generations`` on its thread. The kept bytes do not count toward a file tier's capacity.
+        ``commit`` and the commit's thread both call it. The kept bytes do not count toward a file tier's capacity.
         """
         self._generations.keep_also = get_generations
 
@@ -159,13 +159,13 @@ class TieredStore(BlockMapping):
         """Make commits keep only the new generation and the generations that ``get_generations()`` returns.
 
         Use it for checkpoints across several stores, where only the caller knows which generations belong together.
-        Every commit calls ``get_generations`` on its thread.
+        ``commit`` and the commit's thread both call ``get_generations``.
         """
         self._generations.keep_also = get_generations
         self._generations.num_kept = 0
 
     def tiers_between(self, src: str, dst: str) -> Sequence[str]:
-        """Return the intermediate tiers of a copy from one tier to another.
+        """Return the intermediate tiers on the route from one tier to another.
 
         Raises:
             ValueError: no links connect the tiers.
@@ -275,16 +275,16 @@ class TieredStore(BlockMapping):
         return self._leasing.acquire_many(requests, stream=stream, timeout_s=timeout_s)
 
     def prefetch(self, key: str, tier: str) -> Transfer:
-        """Start fetching a copy. This is a hint: it never blocks. If space is short, the transfer is ``skipped``."""
+        """Start fetching a copy. Never blocks. If space is short, the returned transfer is ``skipped``."""
         return self._leasing.prefetch(key, tier)
 
     # -- rows and streams (BlockMapping has whole blocks by name) ----------------------------------------------
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [``start``, ``stop``) of a block, copied to host memory that no tier counts as used.
+        """Return a copy of rows [``start``, ``stop``) of a block, in host memory outside all tiers.
 
-        If only files have the newest bytes, the read covers only the pages of these rows (with ``verify="always"``, the
-        16 MiB pieces that contain the rows). It bypasses all tiers: it evicts nothing, and ``stats`` does not count it.
+        If only files have the newest bytes, the read covers only the pages (or 16 MiB pieces, with ``verify="always"``)
+        that contain the rows. Such a read evicts nothing, and ``stats`` does not count it.
 
         Raises:
             ValueError: the rows are out of range. ``acquire`` can raise other errors.
@@ -318,7 +318,7 @@ class TieredStore(BlockMapping):
     # -- placement ---------------------------------------------------------------------------------------------
 
     def pin(self, key: str, tier: str) -> None:
-        """Keep the copy in ``tier`` from its next arrival until every ``pin`` has been undone by an ``unpin``.
+        """Keep the copy in ``tier`` (from its arrival, if not there yet) until every ``pin`` is undone by an ``unpin``.
 
         Raises:
             CapacityError: homes and pins together would exceed the tier.
@@ -347,9 +347,9 @@ class TieredStore(BlockMapping):
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
         """Allocate buffers for a tier's copies now, so that later leases and fetches allocate nothing.
 
-        Afterwards, copies use buffers of exactly their size. If no such buffer is free, the prefetcher skips the
-        copy, and a lease waits until a copy of this size is evicted. If none can be evicted, the lease drops buffers of
-        other sizes. Call this method after all homes are registered. Tiers can ignore it.
+        Afterwards, copies use buffers of exactly their size. If no such buffer is free, the prefetcher does not fetch
+        the copy yet. A lease waits until a copy of this size is evicted. If no copy can be evicted, the lease drops
+        buffers of other sizes. Call this method after all homes are registered. Tiers can ignore it.
 
         Args:
             counts: number of simultaneous copies, by slot size in bytes. If empty, no buffers are kept.
@@ -374,7 +374,7 @@ class TieredStore(BlockMapping):
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Set the schedule, and the prefetcher's look-ahead: limited only by space if None; no prefetching if 0."""
+        """Set the schedule and the look-ahead. With None, only space limits the look-ahead; 0 disables prefetching."""
         with self._changed:
             self._movement.prefetcher.set_schedule(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
@@ -409,7 +409,7 @@ class TieredStore(BlockMapping):
             self._movement.prefetcher.pump()
 
     def wait_idle(self) -> None:
-        """Wait until all transfers have ended. Retries failed write-backs once, then raises ``TransferError``."""
+        """Wait until all transfers end. Retries failed write-backs once; if that fails, raises ``TransferError``."""
         with self._changed:
             for finish in (self._movement.retry_failed_write_backs, self._movement.raise_write_back_error):
                 while self._movement.is_moving():
@@ -419,8 +419,8 @@ class TieredStore(BlockMapping):
     def verify(self, keys: Sequence[str] | None = None) -> int:
         """Compare the files of blocks with their checksums, and return the number of bytes compared.
 
-        Skips a block if a faster tier has newer bytes, if its home is memory, or if it has no checksums
-        (``verify="off"`` and no commit since the write). Writers of a block wait while the block is read.
+        Skips a block if a faster tier has newer bytes, if its home is memory, or if it has no checksums. With
+        ``verify="off"``, a block has none from a write until the next commit. Writers wait while their block is read.
 
         Args:
             keys: blocks to verify; default: all.
@@ -453,11 +453,11 @@ class TieredStore(BlockMapping):
         """Fill the registered durable blocks from a committed generation and return its manifest. Verifies contents.
 
         Homes can differ from the homes at the commit. If a block's files are on the paths of its home tier, the tier
-        adopts them by hard links; otherwise the contents are read into the home. After an error, the caller can load an
-        older generation. Later commits prune generations that are newer than the loaded one first.
+        adopts them by hard links. Otherwise, the contents are copied into it. After an error, the caller can load an
+        older generation. Later commits first prune the generations that are newer than the loaded one.
 
         Args:
-            generation: number of the generation; default: the current one.
+            generation: number of the generation; default: the newest complete one.
             on_bytes: called with the size of each block after it is filled.
 
         Raises:
@@ -567,5 +567,5 @@ class TieredStore(BlockMapping):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.give_up_waiting()  # After an error, the bytes are useless, so do not wait for a full drive.
+            self.give_up_waiting()  # After an error, do not wait until a full drive has space.
         self.close()

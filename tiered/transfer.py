@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Transfer:
-    """One copy of bytes from a tier to another tier. A link's thread completes the transfer.
+    """One copy of bytes from one tier to another. A link's thread completes the transfer.
 
     The link keeps the transfer alive, so callers need not hold a reference. ``done`` and ``wait`` can be called from
     any thread. After ``wait`` returns, the host can use the bytes. After ``wait_stream(stream)`` returns, later work on

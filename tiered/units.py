@@ -1,6 +1,6 @@
 """Sizes, rates and durations: constants, parsing and formatting.
 
-Inside the package, all sizes are ``int`` bytes. Text is only for input and output.
+Inside the package, all sizes are ``int`` bytes. Strings are only for input and output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*"
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text consists only of the digits 0 to 9, so that ``int`` accepts the text.
+    """Return whether ``text`` consists only of the digits 0 to 9, so that ``int`` accepts it.
 
     ``str.isdigit`` is not enough: it accepts a superscript two, but ``int`` raises ``ValueError`` for this character.
     """

@@ -58,13 +58,13 @@ class ZarrStore(Store):
     """A zarr v3 store over a ``TieredStore``: ``zarr.create_array(tiered.ZarrStore(store), ...)``.
 
     Each value (a chunk or a metadata document) is one block of bytes with one home tier. ``get`` reads a value through
-    ``tier``, where a copy stays until the store's policy evicts the copy. ``store.commit()`` commits all values as a
+    ``tier``, where a copy stays until the store's policy evicts it. ``store.commit()`` commits all values as a
     generation that survives a crash. To read the values again, make a ZarrStore over ``TieredStore.open(...)``.
 
-    Slots are multiples of 4096 bytes, and each value on a drive has separate files, so choose chunks of megabytes.
-    ``set`` replaces a value of the same size in place. For a value of a different size, the old and the new block must
-    both fit; otherwise ``set`` raises ``CapacityError`` and keeps the old value. Readers and commits get the old value
-    or the new value, never a mixture.
+    Slots are multiples of 4096 bytes, and each value on a drive has separate files, so use chunks of at least a few
+    megabytes. ``set`` replaces a value of the same size in place. For a value of a different size, the old and the new
+    block must both fit; otherwise ``set`` raises ``CapacityError`` and keeps the old value. Readers and commits get the
+    old value or the new value, never a mixture.
 
     Thread-safe. ``close`` leaves the TieredStore open. The caller owns it and must not close it before this store.
 
@@ -151,7 +151,7 @@ class ZarrStore(Store):
         """Return the keys of the two blocks that can hold a value. A value of a new size goes to the unused block.
 
         Every folder segment ends in ``_d``, and the last segment in ``_v`` or ``_w``. A file tier requires that no key
-        is a folder of another key, but zarr allows both ``a`` and ``a/b``; the endings keep such keys apart. Characters
+        is a folder of another key, but zarr allows both ``a`` and ``a/b``. The endings keep such keys apart. Characters
         that are not allowed in block keys become ``_`` and two hex digits per UTF-8 byte.
         """
         *folders, name = key.split("/")
@@ -181,7 +181,7 @@ class ZarrStore(Store):
         holders = [block_key for block_key in self.block_keys(key) if self._has_value(block_key)]
         if len(holders) < 2:
             return holders[0] if holders else None
-        # The opened generation was committed while this value was being replaced. Return the block that was registered
+        # Both blocks exist if the opened generation was committed during a replacement. Return the block registered
         # later. Its value is newer, and complete because only written blocks enter a commit.
         return [spec.key for spec in self._store.blocks() if spec.key in holders][-1]
 
@@ -232,7 +232,7 @@ class ZarrStore(Store):
             self._write(current_key, value)
             return
         new_key = next(block_key for block_key in self.block_keys(key) if block_key != current_key)
-        self._forget(new_key)  # Exists if the opened generation was committed during a replacement.
+        self._forget(new_key)  # The block exists if the opened generation was committed during a replacement.
         self._store.register(new_key, (len(value),), torch.uint8, home=self._home, durable=self._durable)
         try:
             self._write(new_key, value)

@@ -46,7 +46,7 @@ class BlockView:
         return tuple(max(1, size) for size in (rows, *shape[1:]))
 
     def chunk(self, indices: tuple[int, ...]) -> torch.Tensor:
-        """Return the bytes of one chunk. The last chunk is padded with zeros, because zarr stores full edge chunks."""
+        """Return the bytes of one chunk. The last chunk is padded with zeros, because zarr expects full chunks."""
         chunk_bytes = math.prod(self.chunk_shape) * self.spec.dtype.itemsize
         start = indices[0] * chunk_bytes if indices else 0
         data = self.read(start, min(start + chunk_bytes, self.spec.nbytes))

@@ -1,7 +1,7 @@
 """Arrays of committed generations: writing, reading and verifying a block's chunk files in 16 MiB pieces.
 
 An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece is 16 MiB of
-contents with one checksum. It can span two files if a tier wrote them, but not if ``write_array`` did.
+contents with one checksum. A piece can span several files if a tier wrote them, but not if ``write_array`` did.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
 def new_chunk_bytes(spec: BlockSpec) -> int:
-    """Return the bytes per file that ``write_array`` creates for a block. No 16 MiB piece spans two files."""
+    """Return the size of each file that ``write_array`` creates for a block. No 16 MiB piece spans two files."""
     num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
     if num_files < 2:
         return round_up(max(spec.nbytes, 1), PAGE_BYTES)
@@ -64,13 +64,13 @@ def new_chunk_bytes(spec: BlockSpec) -> int:
 
 
 def array_bytes(spec: BlockSpec) -> int:
-    """Return the total bytes of the files that ``write_array`` creates for a block."""
+    """Return the total size of the files that ``write_array`` creates for a block."""
     chunk_bytes = new_chunk_bytes(spec)
     return chunk_bytes * len(range(0, spec.nbytes, chunk_bytes))
 
 
 def array_chunk_bytes(folder: Path) -> int | None:
-    """Return the bytes per chunk file of an array, or None if the folder has no document that states this size."""
+    """Return the size of each chunk file of an array, or None if the folder has no document that states this size."""
     return document_chunk_bytes(read_document(folder))
 
 
@@ -89,7 +89,7 @@ def chunk_files(
         moved_paths: current paths of moved drives, by recorded path. Used to resolve links to recorded paths.
 
     Raises:
-        GenerationError: the folder has no array.
+        GenerationError: the folder has no array, or the array's document claims too many files.
     """
     chunk_bytes = chunk_bytes or array_chunk_bytes(folder)
     if chunk_bytes is None:
@@ -120,7 +120,7 @@ def snapshot_of(file: Path, key: str) -> Path:
 
 
 def link_text(path: Path) -> str:
-    """Describe a chunk file for a message: its name, and its target if it is a link."""
+    """Describe a chunk file for a message: its path, and its target if it is a link."""
     return f"'{path}', a link to '{os.readlink(path)}'," if path.is_symlink() else f"'{path}'"
 
 
@@ -151,7 +151,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
     Args:
         root: folder of a generation.
-        contents: called once per piece on ``num_threads`` threads. If ``num_threads`` is 1, called in order on the
+        contents: called once per piece, on several threads. If ``num_threads`` is 1, called in order on the
             caller's thread.
         num_threads: maximum number of pieces processed at the same time.
 
@@ -208,7 +208,7 @@ def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
 
 
 def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
-    """Flush arrays, given as (folder, spec), so that their contents survive a power cut.
+    """Flush arrays, given as (folder, spec) pairs, so that their contents survive a power cut.
 
     Raises:
         GenerationError: a file is missing.
@@ -227,7 +227,7 @@ def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
 
 
 def sync_tree(root: Path, top: Path) -> None:
-    """Flush all documents and folders below ``root``, and the parent folders of ``root`` up to ``top``."""
+    """Flush all documents and folders below ``root``, and its parents up to ``top`` with their documents."""
     parents = [folder for folder in root.parents if folder == top or top in folder.parents]
     documents = [path for folder in parents if (path := folder / DOCUMENT_NAME).exists()]
     sync_paths([*documents_and_folders(root), *documents, *parents], sync_path)
@@ -262,7 +262,7 @@ def read_small(path: str, out: torch.Tensor) -> str | None:
         out: destination, 1-D uint8 of at most ``SMALL_BYTES`` on any device. Undefined if the result is None.
 
     Returns:
-        None if the file is missing, too short or unreadable. ``read_array`` then reports the cause.
+        Checksum, or None if the file is missing, too short or unreadable. Call ``read_array`` for an error message.
     """
     nbytes = out.numel()
     scratch = _scratch()[: round_up(nbytes, PAGE_BYTES)]

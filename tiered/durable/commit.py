@@ -1,4 +1,4 @@
-"""One commit: freezes blocks with hard links and leases, then writes and checks the blocks.
+"""A commit. It freezes blocks with hard links and leases, then writes the leased blocks and checks the linked ones.
 
 Hard links freeze the blocks of a file tier. Read leases freeze other blocks. A thread writes the leased blocks and
 releases the leases one by one. The caller continues, and waits only if it changes a block that is not written yet.
@@ -151,11 +151,11 @@ class _FrozenCopy:
 class FrozenBlocks:
     """Frozen contents of all durable blocks, to be written or linked into a generation's folders.
 
-    ``freeze`` runs in the caller's thread, and the other methods run in the commit's thread.
+    ``has_blocking_writes`` and ``freeze`` run in the caller's thread, and ``write`` runs in the commit's thread.
 
     Args:
         full_drives: rule for writes while the drive of the store's directory is full.
-        owner_tier: tier that owns this directory and counts the bytes written there, or None.
+        owner_tier: tier that owns the store's directory and counts the bytes written there, or None.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class FrozenBlocks:
     # -- in the caller's thread --------------------------------------------------------------------------------
 
     def has_blocking_writes(self) -> bool:
-        """Return whether ``freeze`` will write blocks because their home tier does not support leases."""
+        """Return whether ``freeze`` itself will write blocks, because a home is neither addressable nor a file tier."""
         movement = self._movement
         with movement.changed:
             homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
@@ -323,7 +323,7 @@ class FrozenBlocks:
                 )
 
     def _write(self, copy: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
-        """Write a leased block. If the drive is full, wait until ``need_bytes`` (for all leased blocks) are free."""
+        """Write a leased block. If the drive is full, wait or fail. A message then asks for ``need_bytes``."""
         spec, path, owner_tier = copy.block.spec, str(self._identity.path), self._owner_tier
         if owner_tier is not None:
             owner_tier.count_wear({owner_tier.paths.index(path): array_bytes(spec)})

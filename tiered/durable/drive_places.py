@@ -1,7 +1,7 @@
-"""How all readers of committed generations find the current locations of a generation's drives.
+"""Current locations of the parts of a committed generation that are on other drives. All readers use this module.
 
-If a folder was copied or moved, its drives may have moved with it. A reader therefore looks for each drive first at the
-same place relative to the directory of generations, and then at the recorded path.
+If the directory of generations was copied or moved, these parts may have moved with it. A reader therefore looks for
+each part first at the same place relative to the directory, and then at the recorded path.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class DrivePlace:
 
 
 def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
-    """Return a place for each file tier path in a manifest. ``directory`` is the generations' current directory."""
+    """Return the place of each file-tier path in a manifest. ``directory`` is the current directory of generations."""
     name = generation_name(manifest.generation)
     places: dict[Path, DrivePlace] = {}
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
         subfolder = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
-        # Arrays are on the first path. An array's relative location reveals its common parent with the directory.
+        # A tier's first path has the arrays. Their location reveals the common parent of this path and the directory.
         location = "." if block is None else os.path.normpath(block.location.removesuffix(subfolder) or ".")
         depth = Path(location).parts.count("..")
         common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - depth)))

@@ -67,7 +67,7 @@ Register = Callable[..., BlockSpec]
 
 
 class Generations:
-    """Generations of a store: commits, prunes and loads them. At most one commit is in progress.
+    """The generations of a store, with methods that commit, prune and load them. At most one commit is in progress.
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
@@ -175,10 +175,10 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, blocks: FrozenBlocks, generation: int) -> None:
-        """Remove a failed commit's files, unless the top file already names its generation, which is then complete."""
+        """Remove a failed commit's files, unless its generation is already current (and then complete)."""
         blocks.release()
-        # The next commit deletes files that cannot be deleted now. If the top file is unreadable, keep the files,
-        # because it may name this generation.
+        # The next commit deletes files that cannot be deleted now. If the top-level ``MANIFEST.json`` is unreadable,
+        # keep the files, because it may name this generation.
         with contextlib.suppress(OSError, GenerationError):
             if current_generation(store.path) != generation:
                 self._remove(store, generation)
@@ -206,7 +206,7 @@ class Generations:
         if self._directory is None and not any(str(path) in tier.paths for tier in self._file_tiers):
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
-                pass  # An earlier file tier kept files for reuse. Delete them, because no tier will reuse them.
+                pass  # An earlier file tier may have kept files for reuse. Delete them, because no tier will use them.
         self._identity = StoreIdentity.of(path)
         for _, folder in self._snapshot_folders(self._identity):
             owner = read_owner(folder)
@@ -215,7 +215,7 @@ class Generations:
         return self._identity
 
     def _prepare_directory(self) -> tuple[StoreIdentity, FullDrives]:
-        """Remove unfinished generations. Return the store's identity and the ``FullDrives`` of its directory."""
+        """Claim the directory and remove unfinished generations. Return the store's identity and the ``FullDrives``."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
         drives = self.full if owner is None else owner.full
@@ -238,13 +238,13 @@ class Generations:
         return list(dict.fromkeys([str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]))
 
     def _next_generation(self, store: StoreIdentity) -> int:
-        """Return a number that no store has used for a generation on these paths."""
+        """Return a generation number that no store has used on the paths of this store."""
         return 1 + max([*newest_first(store.path), *used_numbers(self._paths(store))], default=0)
 
     # -- removal -----------------------------------------------------------------------------------------------
 
     def _forget_generations(self, store: StoreIdentity, num_kept: int) -> list[int]:
-        """Invalidate all but ``num_kept`` generations, and return the invalidated numbers for ``_delete``.
+        """Invalidate all but ``num_kept`` generations (and protected ones). Return their numbers for ``_delete``.
 
         Invalidates abandoned newer generations first, then the oldest. This is fast: file tiers only rename files.
         """
@@ -257,7 +257,7 @@ class Generations:
         kept_generations = set(self.keep_also()) if self.keep_also is not None else set()
         candidates = [generation for generation in order if generation not in kept_generations | protected_generations]
         old_generations = candidates[: max(0, len(candidates) - num_kept)]
-        with contextlib.suppress(GenerationError):  # The next commit replaces a damaged top file.
+        with contextlib.suppress(GenerationError):  # The next commit replaces a damaged top-level ``MANIFEST.json``.
             if current_generation(store.path) in old_generations:
                 survivors = [generation for generation in order if generation not in old_generations]
                 if survivors:
@@ -322,7 +322,7 @@ class Generations:
 
         Raises:
             GenerationError: the generation does not exist or is incomplete.
-            CorruptBlockError: a block is damaged. If ``generation`` is not set, no generation is intact.
+            CorruptBlockError: a block is damaged. If ``generation`` is None, no older generation can be used either.
             CapacityError: the tiers are too small.
         """
         with self._commit_lock:
@@ -353,8 +353,7 @@ class Generations:
         except NewerFormatError:
             raise
         except (CorruptBlockError, GenerationError) as error:
-            # The reader chose the unusable generation. If a damaged manifest prevented opening a reader, the unusable
-            # generation is the newest one.
+            # If ``reader`` is None, the newest manifest is damaged. Otherwise, the reader's generation is unusable.
             newest_generation = max(newest_first(path), default=0) if reader is None else reader.generation
             problems = [f"generation {newest_generation} cannot be used: {error}"]
             older = self._fill_older(newest_generation, problems, register, unregister)
@@ -372,7 +371,7 @@ class Generations:
         """Fill the store from the newest complete generation older than ``newest_generation``, or return None.
 
         Args:
-            problems: this method appends one sentence per unusable generation, and one about the generation it uses.
+            problems: list that gets a sentence about each unusable generation, and one about the generation used.
         """
         for generation in newest_first(self._require_path()):
             unregister(*self._movement.blocks)
@@ -444,7 +443,7 @@ class Generations:
 
 
 def default_path(tiers: Iterable[Tier]) -> str | None:
-    """Return the default directory of generations: the first path of a file tier, or None."""
+    """Return the default directory of generations: the first path of the first file tier, or None."""
     return next((tier.paths[0] for tier in tiers if isinstance(tier, DurableTier)), None)
 
 
@@ -473,7 +472,7 @@ def refuse_committed(path: str) -> None:
 
 
 def _publish_generation(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Make a generation current. All files that its manifest names are already on disk."""
+    """Write a generation's documents and manifest, and make it current. Its blocks are already on disk."""
     write_members(folder, [record.key for record in manifest.blocks])
     sync_tree(folder, path)
     write_manifest(path, manifest)
@@ -579,7 +578,7 @@ class _Loader:
                     future.result()
 
     def _adopt(self, block: Block) -> bool:
-        """Use the snapshot's files as the home slot, without moving bytes. Return False if the tier lacks them."""
+        """Use the generation's files as a block's home slot, without copying. Return False if the tier lacks them."""
         movement, slot = self.movement, block.home.slot
         tier = movement.durable_tiers.get(block.spec.home)
         if tier is None:
@@ -634,7 +633,7 @@ def remove_generation(
     Raises:
         GenerationError: the generation does not exist.
         LockedError: a running process uses the directory.
-        OSError: a file cannot be removed. Another call resumes the removal.
+        OSError: a file cannot be removed. The next commit of the store removes the remaining files.
     """
     directory = Path(os.path.abspath(path))
     if generation not in list_generations(directory):
@@ -660,7 +659,7 @@ def remove_generation(
 
 
 def _make_other_current(directory: Path, generation: int) -> None:
-    """Make the newest other generation current, unless the top file already names one of the others."""
+    """Make the newest other generation (or none) current, unless another generation is already current."""
     other_generations = [number for number in newest_first(directory) if number != generation]
     try:
         current = current_generation(directory)

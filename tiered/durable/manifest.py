@@ -1,9 +1,9 @@
 """Manifests of generations. A manifest lists a generation's blocks with their checksums and locations.
 
 ``snap/<generation>/MANIFEST.json`` describes a generation. It is written after all files that it names, so every
-generation with a manifest is complete. Then a rename atomically replaces ``MANIFEST.json`` at the top, which names the
-current generation for other programs. After a crash, or in a copy of a live directory, the top file may name an older
-generation. Readers therefore take the newest complete generation, and report such a top file.
+generation with a manifest is complete. Then a rename atomically replaces the top-level ``MANIFEST.json`` next to
+``snap``, which names the current generation for other programs. After a crash, or in a copy of a live directory, it may
+name an older generation. Readers therefore take the newest complete generation, and report an outdated file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlockRecord:
     Attributes:
         home: name of the home tier at the time of the commit.
         xxh3_64: checksums of all pieces (16 MiB of contents), 16 hex digits each.
-        location: folder of the block's zarr array, relative to the manifest's directory.
+        location: folder of the block's zarr array, relative to the directory of generations.
     """
 
     key: str
@@ -55,9 +55,10 @@ class BlockRecord:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Contents of a generation's manifest.
+
     Attributes:
         generation: generation number. Numbers start at 1 and increase.
-        paths: absolute paths of each file tier at the time of the commit.
+        paths: absolute paths of each file tier at the time of the commit, by tier name.
         store: id of the store that wrote the generation.
     """
 
@@ -92,7 +93,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def top_text(generation: int) -> str:
-    """Return the text of the top file that names a generation."""
+    """Return the text of the top-level ``MANIFEST.json`` that names a generation."""
     return _checksummed_text({"generation": generation})
 
 
@@ -107,7 +108,7 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
     """
     folder = generation_folder(directory, manifest.generation)
     folder.mkdir(parents=True, exist_ok=True)
-    # Flush the manifest and its parent folders before the top file names the generation. If the power fails in between,
+    # Flush the manifest and its parent folders before ``make_current`` replaces the top-level file. If the power fails,
     # the previous generation stays current.
     replace_file(folder / MANIFEST_NAME, manifest_text(manifest), durable=True)
     sync_path(folder.parent)
@@ -122,7 +123,7 @@ def make_current(directory: str | os.PathLike[str], generation: int) -> None:
 
 
 def forget_current(directory: str | os.PathLike[str]) -> None:
-    """Remove the top file, so that no generation is current. The change survives a power cut."""
+    """Remove the top-level ``MANIFEST.json``, so that no generation is current. The change survives a power cut."""
     Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
     _show_latest(Path(directory), None)
     sync_path(Path(directory))
@@ -176,7 +177,7 @@ def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def top_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Return a sentence that explains why the top file does not name the newest generation, or None if it does.
+    """Explain why the top-level ``MANIFEST.json`` does not name the newest generation. Return None if it does.
 
     Raises:
         NewerFormatError: a newer version of this package wrote the file.
@@ -213,7 +214,7 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the generation number in the top file, or None if the file is missing. A newer generation may exist.
+    """Return the generation number in the top-level ``MANIFEST.json``, or None without this file. It may be outdated.
 
     Raises:
         GenerationError: the file is damaged, or a newer version of this package wrote it.
@@ -239,7 +240,7 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
 def newest_first(directory: str | os.PathLike[str]) -> list[int]:
     """Return the numbers of all generations with a manifest, newest first. Readers try them in this order.
 
-    The top file is ignored: a manifest is written last, so every generation with a manifest is complete.
+    Ignores the top-level file. A manifest is written last, so every generation with a manifest is complete.
     """
     return list_generations(directory)[::-1]
 

@@ -62,7 +62,7 @@ class StoreIdentity:
         """Return whether this store owns a folder ``<path>/snap/<generation>``.
 
         In its own directory, the store owns folders with its own note or without a note. Elsewhere, the note must have
-        this store's id. If it names a different directory, that directory must have been moved here, not copied.
+        this store's id. If the note names another directory, the store must have been moved from there, not copied.
         """
         owner = read_owner(folder)
         # Resolve links, because this store does not own another user's files behind a link.

@@ -68,14 +68,14 @@ class GenerationReader:
     """Read-only view of a committed generation. Takes no lock, so a running store can prune the generation.
 
     Args:
-        generation: number of the generation. Default: the generation that the top file names if it is the newest,
-            otherwise the newest generation with all its files.
+        generation: number of the generation. Default: the newest one if the top-level ``MANIFEST.json`` names it,
+            otherwise the newest one with all its files.
         search: paths of file tiers to search for parts that were moved.
 
     Attributes:
         blocks: records by key, in order of registration.
-        piece_bytes: bytes of contents per checksum. ``read_range`` reads at least this much.
-        notice: sentence that explains why the generation in the top file was not chosen, or None.
+        piece_bytes: size of a piece (the bytes of contents per checksum). ``read_range`` reads whole pieces.
+        notice: sentence that explains why the generation in the top-level ``MANIFEST.json`` was not chosen, or None.
 
     Raises:
         GenerationError: the generation does not exist, or its manifest is damaged or has a newer format.
@@ -228,7 +228,7 @@ class GenerationReader:
         return checksums[index] if index < len(checksums) else "none"
 
     def to_zarr(self) -> zarr.Group:
-        """Return the generation as a read-only ``zarr.Group`` with one array per block. Indexing an array reads it.
+        """Return the generation as a read-only ``zarr.Group`` with one array per block. Data is read on indexing.
 
         Reads are verified. The data can be on several drives. bfloat16 and float8 appear as unsigned integers of the
         same size; ``attrs["megatrain"]["logical_dtype"]`` is the true dtype.
@@ -245,7 +245,7 @@ class GenerationReader:
 
         Args:
             on_block: called with each block's record after the block is checked.
-            with_top: whether a damaged or missing top file counts as a problem. Readers do not need the top file.
+            with_top: whether to check the top-level ``MANIFEST.json`` also. Readers do not need this file.
         """
         inspection = _Inspection(self)
         if with_top:
@@ -346,7 +346,7 @@ class _Inspection:
         self._checked_paths: set[Path] = set()
 
     def top_problems(self) -> Iterator[str]:
-        """Yield problems with the top file, which names the current generation."""
+        """Yield problems with the top-level ``MANIFEST.json``, which names the current generation."""
         reader = self._reader
         try:
             if current_generation(reader.path) is None:
@@ -367,7 +367,7 @@ class _Inspection:
             return
         self._checked_paths.add(root)
         top, base = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
-        # If a commit crashes before it updates the document, the list stays outdated until the next commit.
+        # If a commit crashes before it updates this document, the list of members is stale until the next commit.
         yield from self._document_problems(top, base, lambda: directory_document(top, base), allow_stale=True)
         yield from self._document_problems(root.parent, group_document())
         keys = [record.key for record in self._reader.manifest.blocks]

@@ -1,7 +1,7 @@
 """Complete copies of committed generations. A copy has all bytes of a generation, from all drives, in one directory.
 
 The directory has the format of a directory of generations, so ``GenerationReader`` reads and checks the copies. A
-copy's manifest is written last. A copy without a manifest is incomplete, so the next copy removes it.
+copy's manifest is written last. A copy without a manifest is incomplete, so the next call to ``copy`` removes it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WholeCopies:
         self._directory.close()
 
     def keep_only(self, generations: Collection[int]) -> None:
-        """Remove all copies except those in ``generations``. After an ``OSError``, another call resumes."""
+        """Remove all copies except those in ``generations``. After an ``OSError``, ``copy`` removes partial copies."""
         for generation in sorted(set(newest_first(self.path)) - set(generations)):
             self._remove(generation)
 
@@ -92,13 +92,13 @@ class WholeCopies:
         """Copy a generation and make the copy current. When the method returns, the copy survives a power cut.
 
         Verifies checksums when reading, and again after writing to the drive. During the call, the caller must prevent
-        the removal of the generation. After an error, no part of the copy remains.
+        the removal of the generation. After an error, the incomplete copy is removed.
 
         Args:
             on_piece: called after each piece (at most 16 MiB) is read or compared. An exception aborts the copy.
 
         Returns:
-            Number and sizes of the copy. The number is higher than all others here, and at least the generation's.
+            Number and sizes of the copy. The number exceeds all earlier numbers here, and is at least the source's.
 
         Raises:
             CorruptBlockError: the generation or the copy is damaged.
@@ -129,15 +129,15 @@ class WholeCopies:
                 location = os.path.relpath(folder / record.key, self.path)
                 records.append(replace(record, location=location))
             # This order makes the copy atomic: first the contents (flushed above, file by file), then all documents and
-            # folders, then the manifest, and last the top file. If the power fails before the manifest is written, the
-            # next start removes the folder. If the power fails later, the copy is complete.
+            # folders, then the manifest, then the top-level one. If the power fails before the manifest is written, the
+            # next ``WholeCopies`` removes the folder. If the power fails later, the copy is complete.
             write_members(folder, [record.key for record in records])
             sync_tree(folder, self.path)
             manifest = Manifest(generation, tuple(records), source.manifest.meta, store=self._identity.id)
             write_manifest(self.path, manifest)
         except BaseException as failure:
-            # The next start removes files that cannot be deleted now. If the top file names the copy, the copy is
-            # complete.
+            # The next copy removes files that cannot be deleted now. If the top-level ``MANIFEST.json`` names this
+            # copy, the copy is complete.
             with contextlib.suppress(OSError, GenerationError):
                 if current_generation(self.path) != generation:
                     self._remove(generation)

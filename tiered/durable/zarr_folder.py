@@ -1,4 +1,4 @@
-"""zarr documents in a store's folder. ``latest`` leads to the current generation, and documents list their members.
+"""zarr documents in a store's folder. The link ``latest`` leads to the current generation, and groups list members.
 
 To find the members of a group, zarr lists its folder and warns about every other file (manifests, locks,
 ownership notes). If the group's document contains the members' metadata (consolidated metadata), zarr does not list the
@@ -21,7 +21,7 @@ LATEST_NAME = "latest"
 
 
 def write_members(folder: Path, keys: Iterable[str]) -> None:
-    """Write a list of a generation's arrays to the zarr document in its folder. Raises ``OSError``."""
+    """Write the zarr document in a generation's folder, with a list of the arrays. Raises ``OSError``."""
     write_document(folder, generation_document(folder, keys), replace=True)
 
 
@@ -44,9 +44,9 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def show_latest(directory: Path, generation: Path | None) -> None:
-    """Make ``latest`` and the document of a store's folder refer to a generation. If None, remove both references.
+    """Make ``latest`` and the document of a store's folder refer to a generation, or to no generation if None.
 
-    Called after the generation has become current. After a crash in between, the next commit updates both.
+    Called after the generation has become current. After a crash before this call, the next commit updates both.
     """
     link = directory / LATEST_NAME
     try:

@@ -72,7 +72,7 @@ class LinkedTier(Protocol):
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
         """Return two links, to and from ``neighbour``, or None if the tiers cannot be linked.
 
-        A ``ReadOnlyTier`` returns one link, to the neighbour.
+        A ``ReadOnlyTier`` returns only the link to the neighbour.
 
         The method must not start threads or use a device. Links do so at their first transfer.
         """
@@ -123,8 +123,8 @@ class Workers:
     If a job raises an exception, ``threading.excepthook`` reports it, and the thread continues with other jobs.
 
     Args:
-        num_reserved: number of threads that urgent jobs leave free for ordinary jobs. A drive can read and write at the
-            same time, so if all threads read (urgent), its write bandwidth is unused.
+        num_reserved: number of threads that urgent jobs leave free for ordinary jobs. For example, if all threads ran
+            reads (urgent), a drive's write bandwidth would be unused, although it can read and write concurrently.
     """
 
     def __init__(self, num_threads: int, name: str, *, num_reserved: int = 0) -> None:

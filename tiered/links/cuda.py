@@ -39,9 +39,9 @@ class CudaLink:
 
     Each direction has two streams: one for copies whose device slot is free, and one for copies that wait for kernels.
     With a single stream, a fetch to a slot that a kernel still reads would delay all later fetches. For example, with
-    many micro-batches an activation's slot is reused while the layer still runs, and the next layer's weights would
+    many micro-batches an activation's slot is reused while the layer still runs. The next layer's weights would
     wait although their slot is free. The copies of one stream keep the order of submission, which is the order of use.
-    All D2H copies wait for the kernel that wrote the bytes. These kernels end in order, so one stream is enough.
+    All D2H copies wait for the kernel that wrote the bytes. These kernels end in order, so D2H needs only one stream.
 
     One thread enqueues copies (a copy from unpinned memory blocks it); one thread per stream waits for the device.
     """
@@ -66,7 +66,7 @@ class CudaLink:
 
     @property
     def path(self) -> str:
-        """``cuda``, or ``cuda-pageable`` if host memory is not pinned, so that the driver stages copies."""
+        """``cuda``, or ``cuda-pageable`` if some host memory is not pinned (the driver then stages its copies)."""
         is_staged = isinstance(self._host_tier, RamTier) and self._host_tier.num_unpinned_slabs > 0
         return "cuda-pageable" if is_staged else "cuda"
 

@@ -1,4 +1,4 @@
-"""Links between memory and files. Several threads move transfers in large parts and verify checksums.
+"""Links between memory and files. Several threads move each transfer in large parts and verify checksums.
 
 A ``PartMover`` moves one part: ``PosixMover`` with system calls, or ``KvikioMover`` with kvikio.
 """
@@ -28,7 +28,7 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 PART_BYTES = 16 * MiB
 _MIN_THREADS = 8
 _THREADS_PER_PATH = 4
-_RESERVED_SHARE = 2  # Reads leave 1/2 of the threads to writes.
+_RESERVED_SHARE = 2  # Reads leave half of the threads to writes.
 #: Resource of a transfer's memory slot.
 Memory = HostSlab | DeviceBuffer
 
@@ -77,7 +77,7 @@ class _FileTransfer:
     ) -> None:
         self.transfer, self.memory, self.home, self.meter = transfer, memory, home, meter
         self.error: BaseException | None = None
-        self.checksums: dict[int, str] = {}  # checksums, by the piece's first byte
+        self.checksums: dict[int, str] = {}  # checksums, by the offset of the piece
         self._lock = threading.Lock()
         self._uncounted_bytes: Counter[int] = Counter()  # bytes not yet counted as wear, by path index
         for part in parts:
@@ -112,7 +112,7 @@ class _FileTransfer:
         return complete_pieces
 
     def store_checksums(self, part: FilePart) -> None:
-        """Compute and store the checksums of the pieces that begin in this part."""
+        """Compute and store the checksums of the pieces that begin in a part."""
         for start in range(round_up(part.start, PIECE_BYTES), min(part.stop, self.transfer.nbytes), PIECE_BYTES):
             self.checksums[start] = self.digest((start, min(start + PIECE_BYTES, self.transfer.nbytes)))
 
@@ -132,9 +132,9 @@ class _FileTransfer:
 class FileEngine:
     """The threads that read and write one NvmeTier's files. The read link and the write link share them.
 
-    At most ``num_threads`` parts of 16 MiB are in flight, including reads and writes. Queued reads have priority but
-    leave half of the threads free for writes, because a drive reads and writes concurrently, and waiting writes occupy
-    space that reads need. A transfer ends after all its parts have ended, so no thread uses its slots afterwards, even
+    At most ``num_threads`` parts of 16 MiB are in flight (reads and writes together). Queued reads have priority but
+    leave half of the threads free for writes. A drive can read and write concurrently, and waiting writes occupy space
+    that reads need. A transfer ends after all its parts have ended, so no thread uses its slots afterwards, even
     after an error.
 
     Writes compute checksums of the contents unless ``tier.verify`` is ``off``. Reads compare the checksums if
@@ -263,7 +263,7 @@ class FileEngine:
         )
 
     def _verify(self, job: _FileTransfer, complete_pieces: list[tuple[int, int]]) -> None:
-        """Compare completed pieces with the checksums from the last write."""
+        """Compare completed pieces with the checksums from the last write. Raises ``CorruptBlockError``."""
         if job.home.checksums is None:
             return  # No write has computed checksums yet.
         for start, stop in complete_pieces:

@@ -23,7 +23,7 @@ _DRIVER_PATHS = ("/proc/modules", "/run/udev")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvikioProbe:
-    """Result of a probe, in the order of its steps. If a step fails, the facts of later steps keep their defaults.
+    """Result of a probe. Fields are in the order of the probe's steps. After a failed step, later fields keep defaults.
 
     Attributes:
         libcuda: whether the NVIDIA driver's library can be loaded.
@@ -31,7 +31,7 @@ class KvikioProbe:
         gpu_bytes: bytes moved correctly from the file to GPU memory and back, by any method.
         gds_bytes: bytes that GPUDirect Storage moved between the file and GPU memory, from kvikio's counters. 0 if
             ``gpu_bytes`` is 0, because incorrect bytes prove nothing.
-        reason: why the probe stopped, as a clause. Empty if ``gds_bytes`` > 0.
+        reason: clause that states why GPUDirect Storage moved no bytes. Empty if ``gds_bytes`` > 0.
     """
 
     installed: bool = False

@@ -30,7 +30,7 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
     Raises:
         ValueError: a tier cannot be linked with a faster tier, or a ``links_with`` returns wrong links.
-        TieredError: an ``NvmeTier`` needs kvikio or GPUDirect Storage, but it is missing or does not work here.
+        TieredError: an ``NvmeTier`` needs kvikio or GPUDirect Storage, which is missing or does not work here.
     """
     has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
     links = [link for index in range(1, len(tiers)) for link in _links_to_faster(tiers[: index + 1], has_device)]
@@ -48,7 +48,7 @@ def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]
     """Return the read link and the write link between files and a GpuTier, bypassing RAM.
 
     Args:
-        engine: threads that move files. The tier's other links use the same threads.
+        engine: threads that move the bytes. The NvmeTier's other links use the same threads.
 
     Raises:
         ValueError: the GPU tier's alignment is not a multiple of 4096 bytes, which file reads require.

@@ -89,7 +89,7 @@ class UnifiedTier(GpuTier):
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
         """Return the links that a RamTier would have, wrapped so that they wait for the device's queued work.
 
-        Returns None if the neighbour is memory, or if the tiers cannot be linked.
+        Returns None if the neighbour is addressable, or if the tiers cannot be linked.
         """
         if neighbour.device is not None:
             return None

@@ -25,7 +25,7 @@ class Fault:
         path: text that must occur in the path of an affected file.
         skip: number of matching calls that succeed first.
         times: number of affected calls after the skipped calls, or None for all.
-        bit: index of the bit in the part that ``flip`` changes.
+        bit: index, within the part, of the bit that ``flip`` changes.
     """
 
     kind: Literal["error", "short", "flip", "late"]
@@ -114,7 +114,7 @@ def flip_bit(file: ChunkFile, bit: int) -> None:
 
 
 def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
-    """Add faults to the engine of the file links in ``links``. Return the new mover, to which faults can be added."""
+    """Add faults to the engine of the file links in ``links``. Return the new mover, to which more can be added."""
     engines = {link.engine for link in links if isinstance(link, FileReadLink | FileWriteLink)}
     (engine,) = engines
     engine.mover = FaultyMover(engine.mover, faults)

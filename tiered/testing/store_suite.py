@@ -29,7 +29,7 @@ class StoreSuite(PairSubject):
             def make_tier(self, capacity_bytes: int) -> Tier:
                 return MyTier(capacity_bytes)
 
-    See ``LinkSuite`` for other methods to override. After a store is closed, the tests open it again with new tiers.
+    See ``LinkSuite`` for other methods to override. Some tests close a store and open it again with new tiers.
 
     Attributes:
         seeds: random seeds. Each seed is a separate run.

@@ -40,7 +40,7 @@ class TierSubject(ABC):
         """Return a new, empty tier. The suites close it."""
 
     def exhaust_memory(self, tier: Tier) -> AbstractContextManager[object]:
-        """Return a context in which the machine has less space than the ledger (disk full, out of memory).
+        """Return a context in which the machine has less space than the ledger shows (disk full, out of memory).
 
         Override this if ``allocate`` requests space from the machine. Without an override, the test is skipped.
         """

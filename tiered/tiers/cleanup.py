@@ -119,7 +119,7 @@ class Orphan:
     """Files on one path that belong to a generation that its store no longer lists.
 
     Attributes:
-        nbytes: this orphan's part of the space that removing all orphans on the path frees.
+        nbytes: this orphan's share of the space that would be freed by removing all orphans on the path.
         is_store_gone: whether the store is no longer at ``store_path``. It may have been moved, or its drive may be
             missing, so ask before removing the orphan. If False, the store exists but does not list the generation.
     """

@@ -73,7 +73,7 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
 
 
 def claim_directory(path: str | os.PathLike[str]) -> None:
-    """Claim a directory whose subfolders will be claimed later. Deletes the files that it keeps for reuse.
+    """Claim a directory whose subfolders will be claimed later. Deletes files kept for reuse in the directory.
 
     Raises:
         LockedError: another tier, in this or another process, uses the directory.
@@ -94,8 +94,8 @@ class TierDirectory:
     keeps unused files, because overwriting a file is much cheaper than deleting it and creating a new one.
 
     Args:
-        path: directory, created if missing. It must be empty or claimed. A dead process's files under ``live/`` go to
-            the pool.
+        path: directory, created if missing. It must be empty or claimed earlier. A dead process's files under ``live/``
+            go to the pool.
         max_written_bytes: limit on the bytes written to the directory in its lifetime, or None.
 
     Attributes:
@@ -145,7 +145,7 @@ class TierDirectory:
     # -- ownership ---------------------------------------------------------------------------------------------
 
     def _write_own_document(self) -> None:
-        """Write and flush the document that claims the directory. Tiers refuse a directory without this document."""
+        """Write and flush the document that claims the directory. Tiers refuse a non-empty directory without it."""
         document = group_document({"page_bytes": PAGE_BYTES})
         if read_own_attributes(self.path) != own_attributes(document):  # Ignore a list of members in the document.
             write_document(self.path, document, replace=True, durable=True)
@@ -160,7 +160,7 @@ class TierDirectory:
     def __del__(self) -> None:
         """Release the lock of a tier that was dropped without ``close``, e.g. after an error in a store's constructor.
 
-        A forked child does not release its parent's lock. At exit, the LOCK file keeps the name, as after a crash.
+        A forked child does not release its parent's lock. At exit, the LOCK file keeps the owner, as after a crash.
         """
         if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
             self.close()
@@ -264,7 +264,7 @@ class TierDirectory:
 
     def _recover_pool(self) -> None:
         for folder in self._pool.iterdir() if self._pool.is_dir() else ():
-            if folder.is_symlink() or not folder.is_dir():  # No tier creates links here: remove the link itself.
+            if folder.is_symlink() or not folder.is_dir():  # Tiers create only folders here, so delete other entries.
                 folder.unlink()
                 continue
             for path in folder.iterdir():
@@ -436,7 +436,7 @@ def _preallocate(path: Path, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None  # fallocate omits the path.
+        raise OSError(error.errno, error.strerror, str(path)) from None  # fallocate's error has no path.
     finally:
         os.close(fd)
 

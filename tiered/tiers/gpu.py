@@ -82,8 +82,8 @@ class DeviceBuffer:
 class GpuTier:
     """Tier in device memory. Every slot is a separate buffer of exactly the slot's (rounded) size.
 
-    Uses no device before the first slot. Inside its segments, torch's allocator rounds buffers above 1 MiB up to a
-    multiple of 2 MiB, so leave a few percent of the device's memory outside the tier.
+    Uses no device before the first slot. torch's allocator rounds buffers above 1 MiB up to multiples of 2 MiB, so
+    leave a few percent of the device's memory outside the tier.
 
     The tier allocates buffers on a separate stream. So torch never gives the tier memory that another stream's kernels
     still use, and never gives the tier's memory to another stream. A copy into a new buffer need not wait.
@@ -171,7 +171,7 @@ class GpuTier:
                 buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work on ``stream`` wait for all recorded uses of the slot's buffer, including by earlier slots."""
+        """Make later work on ``stream`` wait for all recorded uses of the slot's buffer, by this or earlier slots."""
         if self._is_cuda:
             buffer_of(slot).order_before(stream)
 

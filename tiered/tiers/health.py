@@ -239,7 +239,7 @@ class PathMeter:
 
 
 WEAR_NAME = "WEAR.json"
-#: The count on disk is up to this many bytes ahead, so that it is never too low after a crash.
+#: The count on disk exceeds the actual count by up to this number of bytes, so that it is never too low after a crash.
 AHEAD_BYTES = GiB
 
 

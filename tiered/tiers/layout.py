@@ -200,7 +200,7 @@ class ChunkFile:
 class HomeFiles:
     """Resource of an NvmeTier's slot: the block's key, and its files ordered by offset.
 
-    Only commits, adoptions of snapshots, and transfers that write the files change the attributes.
+    Only commits, adoptions of snapshots, and transfers that write the files change these attributes:
 
     Attributes:
         checksums: one checksum per piece (see ``tiered.file_io``), or None if unknown.

@@ -31,7 +31,7 @@ _DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 
 class NvmeTier:
-    """Tier of files on one or more drives. Its slots are homes and not addressable. Thread-safe.
+    """Tier of files on one or more drives. Its slots can only be homes and are not addressable. Thread-safe.
 
     ``<path>/live/<key>/`` on the first path is a zarr v3 array with the block's contents, with symbolic links to files
     on other paths. Only snapshots outlive the process: the next process recycles the files under ``live/``. Files of
@@ -129,7 +129,7 @@ class NvmeTier:
         return "posix-direct" if self._is_direct else "posix-buffered"
 
     def notice(self, text: str, *, key: str | None = None) -> None:
-        """Report a sentence to the user, unless one with the same ``key`` was reported before. Thread-safe."""
+        """Show a message to the user, unless a message with the same ``key`` was shown before. Thread-safe."""
         with self._notice_lock:
             if key is not None and key in self._notice_keys:
                 return
@@ -281,7 +281,7 @@ class NvmeTier:
         sync_paths([file.path for file in files], self._flush)
 
     def _outstanding_bytes(self, path: str) -> int:
-        """Return the bytes that a path can still grow: its slots and its share of reservations, minus its files."""
+        """Return how many bytes a path can still grow: its slots and its share of reservations, minus its files."""
         index = self.paths.index(path)
         with self._lock:
             homes = [files_of(slot) for slot in self._slots.values()]

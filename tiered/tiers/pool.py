@@ -20,11 +20,11 @@ class SlabPool(Generic[Buffer]):
 
     Args:
         ledger: ledger of the tier. The pool charges slots and reservations to it.
-        make: creates a buffer of a given size. Called on any thread. ``take`` calls it without the pool's lock.
-        drop: frees a buffer's memory synchronously. Called with the pool's lock held.
-        is_idle: returns whether the device has finished its work on a freed buffer. The pool then prefers idle buffers,
-            then the buffer freed longest ago. Without ``is_idle``, it prefers the last freed buffer, which may still be
-            in a CPU cache.
+        make: function that creates a buffer of a given size, on any thread. ``take`` calls it without the pool's lock.
+        drop: function that frees a buffer's memory synchronously. Called with the pool's lock held.
+        is_idle: function that returns whether the device has finished its work on a freed buffer. The pool then prefers
+            idle buffers, then the buffer freed longest ago. If None, the pool prefers the last freed buffer, which may
+            still be in a CPU cache.
 
     Attributes:
         pooled_bytes: bytes of freed buffers kept for reuse.
@@ -74,8 +74,8 @@ class SlabPool(Generic[Buffer]):
     def has(self, nbytes: int) -> bool:
         """Return whether ``take(nbytes)`` would return a buffer without dropping a kept buffer.
 
-        Sizes in ``keep`` get at most the requested number of buffers, and other sizes get only free bytes. Otherwise
-        two sizes would endlessly take space from each other.
+        A size requested with ``keep`` gets at most the requested number of buffers; other sizes get only free bytes.
+        Otherwise, two sizes would endlessly take space from each other.
         """
         with self._lock:
             if self._pooled_buffers.get(nbytes):
@@ -156,7 +156,7 @@ class SlabPool(Generic[Buffer]):
         return self.free_bytes + sum(nbytes * self._num_surplus(nbytes) for nbytes in self._pooled_buffers)
 
     def _drop_pooled(self, need_bytes: int = 0, *, drop_all: bool = False) -> None:
-        """Drop pooled buffers until ``need_bytes`` are free: surplus before kept, then large before small, then old."""
+        """Drop pooled buffers until ``need_bytes`` are free: surplus before kept, then large, then oldest first."""
         for include_kept in (False, True):
             for nbytes in sorted(self._pooled_buffers, reverse=True):
                 num_drops = len(self._pooled_buffers[nbytes]) if include_kept else self._num_surplus(nbytes)

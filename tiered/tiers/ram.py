@@ -153,7 +153,7 @@ def _prefer_node(address: int, nbytes: int, node: int) -> None:
     if call_number is not None:
         mask = (ctypes.c_ulong * (node // 64 + 1))()
         mask[node // 64] = 1 << node % 64
-        num_bits = 64 * len(mask) + 1  # The kernel reads one bit less.
+        num_bits = 64 * len(mask) + 1  # The kernel reads one bit fewer than this.
         arguments = (ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask)
         _libc().syscall(ctypes.c_long(call_number), *arguments, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
 
@@ -164,7 +164,7 @@ class SparePages:
     A forked child does not inherit the pages, so in the child this object does nothing.
 
     Args:
-        max_bytes: maximum bytes to keep. Determines the number of pages in each moved unit.
+        max_bytes: maximum bytes that callers will keep. Determines the size of the units that are moved.
 
     Attributes:
         moved_bytes: bytes moved to slabs so far.
@@ -229,9 +229,9 @@ class SparePages:
 class HostSlab:
     """A private range of host memory with a fixed size.
 
-    O_DIRECT, ``cudaHostRegister`` and huge pages require page alignment (2 MiB if the range has at least 2 MiB). All
-    bytes are resident from the start, so a tier cannot run out of memory later. A forked child does not inherit the
-    memory, because ``fork`` would copy pinned pages.
+    The range is page-aligned for O_DIRECT and ``cudaHostRegister``. From 2 MiB on, it is aligned to 2 MiB for huge
+    pages. All bytes are resident from the start, so a tier cannot run out of memory later. A forked child does not
+    inherit the memory, because ``fork`` would copy pinned pages.
 
     Args:
         nbytes: size, rounded up to a multiple of 4096. 0 maps nothing.

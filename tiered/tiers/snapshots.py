@@ -110,7 +110,7 @@ class Snapshots:
             raise
 
     def trim_pools(self) -> None:
-        """Delete kept files, largest first, until all existing and charged files fit in the capacity.
+        """Delete files kept for reuse, largest first, until they fit in the capacity next to all charged bytes.
 
         Call this after charging the ledger and before creating files, so that the capacity is never exceeded.
         """
@@ -255,7 +255,7 @@ class Snapshots:
     ) -> None:
         """Use a snapshot's files as a block's home slot, through hard links.
 
-        The slot also adopts the number and sizes of the files, which may differ if paths or rates have changed. So
+        The slot also adopts the files' number and sizes, which differ from its own if paths or rates have changed. So
         ``slot.resource`` and ``slot.slot_bytes`` can change.
 
         Args:
