@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 import yaml
 
@@ -19,89 +16,6 @@ import tiered
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-INSTRUCTIONS = {"FROM", "RUN", "ENV", "ARG", "WORKDIR", "COPY", "USER", "ENTRYPOINT", "CMD"}
-#: Conda package -> its name on PyPI, where the names differ.
-CONDA_NAMES = {"pytorch": "torch", "python-xxhash": "xxhash"}
-
-
-def dockerfile() -> list[tuple[str, str]]:
-    """Return (instruction, arguments) for each line of the Dockerfile, with continued lines joined."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "packaging/Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
-    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
-
-
-def test_the_dockerfile_has_its_targets_and_known_instructions() -> None:
-    lines = dockerfile()
-    assert {name for name, _ in lines} <= INSTRUCTIONS
-    stages = [words.split() for name, words in lines if name == "FROM"]
-    assert [stage[2] for stage in stages] == ["base", "cpu", "cuda"] and {stage[1] for stage in stages} == {"AS"}
-    assert [stage[0] for stage in stages][1:] == ["base", "base"] and stages[0][0].startswith("debian:")
-    page = (ROOT / "docs/containers.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"--target (\w+)", page)) == {"cpu", "cuda"}
-    users = [words for name, words in lines if name == "USER"]
-    assert users == ["trainer", "root", "trainer"], "nothing runs as root"
-
-
-def test_docker_copies_exist_and_are_not_ignored() -> None:
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert ignored[0] == "**"
-    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
-    copied = [word for name, words in dockerfile() if name == "COPY" for word in shlex.split(words)[:-1]]
-    for source in copied:
-        assert (ROOT / source).exists(), source
-        assert any(source == keep or source.startswith(f"{keep}/") for keep in kept), source
-    for needed in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "constraints.txt", "cli"):
-        assert needed in copied, needed
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    for package in packages["packages"]:
-        folder = packages["package-dir"].get(package) or package.replace(".", "/").replace("megatrain_tier_cli", "cli")
-        assert any(folder == source or folder.startswith(f"{source}/") for source in copied), package
-
-
-def test_commands_of_the_dockerfile_are_sound() -> None:
-    """The shell syntax, the entry point, and the extras and files in pip's arguments are valid."""
-    for name, words in dockerfile():
-        if name != "RUN":
-            continue
-        subprocess.run(["bash", "-n", "-c", words], check=True, timeout=20)
-        for extras in re.findall(r"\.\[([a-z,]+)\]", words):
-            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
-        for file in re.findall(r"-[cr] (\S+\.txt)", words):
-            assert (ROOT / Path(file).name).is_file(), file
-    (entry,) = [words for name, words in dockerfile() if name == "ENTRYPOINT"]
-    *_, program = yaml.safe_load(entry)
-    assert program in PROJECT["scripts"]
-
-
-def recipe() -> dict[str, Any]:
-    """Return the recipe as conda-build reads it: rendered with the values of ``pyproject.toml``."""
-    text = (ROOT / "packaging/conda/meta.yaml").read_text(encoding="utf-8")
-
-    def load_file_data(name: str, *, from_recipe_dir: bool) -> Any:
-        assert from_recipe_dir
-        return tomllib.loads((ROOT / "packaging/conda" / name).resolve().read_text(encoding="utf-8"))
-
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text)
-    found: dict[str, Any] = yaml.safe_load(template.render(load_file_data=load_file_data, PYTHON="python"))
-    return found
-
-
-def asked(line: str) -> tuple[str, str]:
-    name, bounds = re.fullmatch(r"([A-Za-z0-9_-]+) ?(.*)", line).groups()  # type: ignore[union-attr]
-    return CONDA_NAMES.get(name, name), bounds
-
-
-def test_recipe_requirements_match_the_wheel() -> None:
-    found = recipe()
-    run = dict(map(asked, found["requirements"]["run"]))
-    assert run.pop("python") == PROJECT["requires-python"] and run.pop("__linux") == ""
-    assert run == dict(map(asked, PROJECT["dependencies"]))
-    assert found["package"] == {"name": PROJECT["name"], "version": PROJECT["version"]}
-    scripts = [f"{name} = {target}" for name, target in PROJECT["scripts"].items()]
-    assert found["build"]["entry_points"] == scripts
-    assert (ROOT / "packaging/conda" / found["source"]["path"]).resolve() == ROOT
-    assert (ROOT / found["about"]["license_file"]).is_file()
 
 
 def test_the_version_is_written_once() -> None:

@@ -25,7 +25,6 @@ from processes.saved_run import SavedRun, command_group, make_run
 #: Number of blocks per page that a preceding comment exempts from execution.
 NOT_EXECUTED = {
     "bench/README.md": 6,
-    "docs/containers.md": 2,
     "docs/distributed.md": 3,
     "docs/embedding_processes.md": 2,
     "docs/first_gpu_run.md": 4,
