@@ -26,6 +26,11 @@ def test_the_version_is_written_once() -> None:
         _ = tiered.__nothing__
 
 
+@pytest.mark.parametrize(("name", "max_bytes"), [("ARCHITECTURE.md", 8192), ("CHANGELOG.md", 3072)])
+def test_pages_of_the_project_stay_short(name: str, max_bytes: int) -> None:
+    assert (ROOT / name).stat().st_size <= max_bytes
+
+
 def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
     """The extra has four of the five tested wheels, in the same versions. It omits kvikio-cu13, which requires cupy."""
     text = (ROOT / "requirements-kvikio.txt").read_text(encoding="utf-8")
