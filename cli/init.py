@@ -143,6 +143,7 @@ def _remarks(
 ) -> Iterator[tuple[str, str]]:
     """Yield messages about data, model and next steps, each with its color, or "" for plain text."""
     from megatrain.data.formats import TEMPLATE_FORMATS
+    from tiered.errors import install_command
 
     if rows is not None and rows.problem:
         yield f"data   {rows.problem}", "yellow"
@@ -152,7 +153,7 @@ def _remarks(
         if needs_template and rows.format in TEMPLATE_FORMATS:
             yield "model  it has no chat template, which such rows need: set model.chat_template", "yellow"
     if has_lora and find_spec("peft") is None:
-        yield "needs  pip install 'megatrain-tier[lora]'", "yellow"
+        yield f"needs  {install_command('lora')}", "yellow"
     unset_keys = [line.split(" = ")[0] for line in text.split("\n") if "FILL IN" in line and not line.startswith("#")]
     if unset_keys:
         yield f"fill   {', '.join(unset_keys)}", ""

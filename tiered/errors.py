@@ -13,6 +13,11 @@ def shorten_key(text: object) -> str:
     return key if len(key) <= 200 else f"{key[:100]}...{key[-60:]}"
 
 
+def install_command(extra: str) -> str:
+    """Return how to install an optional dependency, for use in a message. ``extra`` is a name in ``pyproject.toml``."""
+    return f'pip install -e ".[{extra}]" in the folder of the repository'
+
+
 class TieredError(Exception):
     """Base class of all errors that the store raises on purpose."""
 

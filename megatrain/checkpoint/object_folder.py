@@ -60,8 +60,6 @@ class ObjectFolder:
         except (ImportError, ValueError) as error:
             package = _PACKAGES.get(protocol)
             advice = f"pip install {package}" if package else "Name a URL that fsspec knows, such as s3://bucket/folder"
-            if package == "s3fs":
-                advice += " (it is in megatrain-tier[remote])"
             text = f"checkpoint.save_copy: '{url}' cannot be opened: {_mask_secrets(str(error)).rstrip('.')}. {advice}"
             raise RemoteError(text) from error
         except Exception as error:

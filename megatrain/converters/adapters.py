@@ -42,6 +42,7 @@ from megatrain.models.initialize import name_seed
 from megatrain.models.internals import is_conv1d
 from megatrain.models.passthrough import passthrough_modules
 from megatrain.models.task_head import head_modules, head_of
+from tiered.errors import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,9 +112,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise AdapterError(
-            f"[lora] needs the package peft ({error}). Install it: pip install 'megatrain-tier[lora]'"
-        ) from error
+        raise AdapterError(f"[lora] needs the package peft ({error}). Install it: {install_command('lora')}") from error
     return peft
 
 

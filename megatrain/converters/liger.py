@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import UnsupportedModelError
+from tiered.errors import install_command
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,6 @@ def _find_function(model: PreTrainedModel) -> Callable[..., Any]:
 def _make_error(error: ImportError) -> UnsupportedModelError:
     return UnsupportedModelError(
         _KEY,
-        f"the package liger-kernel cannot be used here ({error}). Install it: pip install 'megatrain-tier[gpu]'. A new "
-        "run can set use_liger_kernel = false; a run that began with these kernels keeps them",
+        f"the package liger-kernel cannot be used here ({error}). Install it: {install_command('gpu')}. A new run can "
+        "set use_liger_kernel = false; a run that began with these kernels keeps them",
     )

@@ -19,11 +19,11 @@ import psutil
 
 from megatrain.data.messages import describe_json_error, type_name
 from megatrain.data.rows_report import DataError
+from tiered.errors import install_command
 from tiered.units import MiB, format_size
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
-PIP_COMMAND = "pip install 'megatrain-tier[data]'"
 _FORMATS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
 #: File names of MosaicML streaming shards, compressed or not.
 _MDS_PATTERN = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
@@ -524,5 +524,5 @@ def import_pyarrow(location: str, feature: str) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise DataError(location, f"{feature} need pyarrow", f"Install the data extra: {PIP_COMMAND}") from None
+        raise DataError(location, f"{feature} need pyarrow", f"Install it: {install_command('data')}") from None
     return pyarrow

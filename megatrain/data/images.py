@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlparse
 import xxhash
 
 from megatrain.data.rows_report import DataError, RowError
+from tiered.errors import install_command
 from tiered.ext import read_document_file
 from tiered.units import MiB
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 #: Private-use character that marks an image's position in a message's text.
 IMAGE_MARK = "\U0010f8f1"
-PIP_COMMAND = 'pip install "megatrain-tier[images]"'
 #: Maximum size of an image file in bytes. The limit is needed because a path in a row can point to any file.
 MAX_IMAGE_BYTES = 256 * MiB
 _PROBE_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images that fill a row in `make_example`
@@ -374,7 +374,8 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise DataError(folder, "images need Pillow, which is not installed", f"Install it: {PIP_COMMAND}") from None
+        advice = f"Install it: {install_command('images')}"
+        raise DataError(folder, "images need Pillow, which is not installed", advice) from None
     from transformers import AutoProcessor, ProcessorMixin
 
     advice = "Copy the processor's files (preprocessor_config.json, processor_config.json) of the model into the folder"
@@ -383,7 +384,8 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
             processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except ImportError as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise DataError(folder, f"its processor needs a package: {reason}", f"Install that, or {PIP_COMMAND}") from None
+        advice = f"Install that, or {install_command('images')}"
+        raise DataError(folder, f"its processor needs a package: {reason}", advice) from None
     except Exception as error:  # from_pretrained raises many types of errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(folder, f"its image processor cannot be opened: {reason}", advice) from None

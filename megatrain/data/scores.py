@@ -26,6 +26,7 @@ import torch
 from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.data.rows_report import DataError
 from tiered import checksum
+from tiered.errors import install_command
 from tiered.ext import replace_file
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ _VERSION = 1
 _PART_PATTERN = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
 _GROUP_NBYTES = 4 << 20  # approximate size of a row group; a reader loads a whole row group to get one document
 _MAX_CACHED_GROUPS = 8
-PIP_COMMAND = 'pip install "megatrain-tier[data]"'
 
 Array = npt.NDArray[Any]
 
@@ -261,7 +261,7 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ScoresError(f"parquet files need pyarrow: {PIP_COMMAND}. Or use zarr or .jsonl") from None
+        raise ScoresError(f"parquet files need pyarrow: {install_command('data')}. Or use zarr or .jsonl") from None
     return pyarrow.parquet
 
 

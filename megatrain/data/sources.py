@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.files import PIP_COMMAND, find_files, read_file, read_text, suffix_of
+from megatrain.data.files import find_files, read_file, read_text, suffix_of
 from megatrain.data.formats import (
     DataRow,
     Document,
@@ -25,6 +25,7 @@ from megatrain.data.preference_format import PREFERENCE, Preference
 from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError, EmptyFileError, RowError
 from megatrain.data.table import DatasetConfig, RowFormat
+from tiered.errors import install_command
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
@@ -250,7 +251,7 @@ def fetch_dataset(path: str, name: str | None = None, split: str | None = None) 
         raise DataError(
             path,
             "there is no such file or folder, and hub datasets need the package datasets",
-            f"Check the path, which is relative to the config file, or install the data extra: {PIP_COMMAND}",
+            f"Check the path, which is relative to the config file, or install datasets: {install_command('data')}",
         ) from None
     try:
         dataset = datasets.load_dataset(path, name, split=split or "train")

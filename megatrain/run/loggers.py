@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from tiered.errors import install_command
 from tiered.units import GB, GiB
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def check_loggers(spec: LoggingSpec) -> None:
         Problem(
             "logging.report_to",
             f'logging.report_to names "{name}"; not installed: {", ".join(missing)}',
-            f'Install it: pip install "megatrain-tier[{name}]", or leave it out',
+            f"Install it: {install_command(name)}, or leave it out",
         )
         for name in spec.table.report_to
         if name in _TRACKERS

@@ -262,7 +262,7 @@ def test_missing_tracker_is_reported(run: SavedRun, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "comet_ml" else real(name))
     result = check(run, "--json", top='logging.report_to = ["jsonl", "comet_ml"]')
     (finding,) = findings(result)["loggers"]
-    assert result.exit_code == 2 and 'pip install "megatrain-tier[comet_ml]"' in finding["text"], result.output
+    assert result.exit_code == 2 and 'pip install -e ".[comet_ml]"' in finding["text"], result.output
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -309,7 +309,7 @@ def test_invalid_code_blocks_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
         ("console", "$ megatrain-tier no-such-command\noutput"),
         ("console", "no prompt, no command"),
         ("sh", "make no-such-target"),
-        ("sh", "pip install 'megatrain-tier[nothing]'"),
+        ("sh", "pip install -e '.[nothing]'"),
         ("sh", "python bench/step.py --no-such-option"),
         ("sh", "python bench/nothing.py"),
         ("sh", "curl example"),

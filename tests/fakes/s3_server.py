@@ -106,8 +106,8 @@ def s3_server() -> Iterator[S3]:
 
     Environment variables direct clients to the proxy.
     """
-    pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
-    moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
+    pytest.importorskip("s3fs", reason='pip install -e ".[test]"')
+    moto = pytest.importorskip("moto.server", reason='pip install -e ".[test]"')
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()

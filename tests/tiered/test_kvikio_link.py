@@ -97,7 +97,7 @@ def test_kvikio_without_a_driver_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_missing_kvikio_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(TieredError, match=r"not installed: pip install 'megatrain-tier\[gds\]'.*engine 'posix'"):
+    with pytest.raises(TieredError, match=r"not installed: pip install -e .\.\[gds\]..*engine 'posix'"):
         default_links([RamTier(MiB), tier(tmp_path, "kvikio")])
 
 

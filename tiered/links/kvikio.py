@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiered.errors import TieredError, TransferError
+from tiered.errors import TieredError, TransferError, install_command
 from tiered.tiers.layout import ChunkFile
 from tiered.tiers.nvme import NvmeTier
 from tiered.units import PAGE_BYTES, MiB
@@ -218,7 +218,7 @@ def _load(tier: str) -> Any:
     except ModuleNotFoundError as error:
         raise TieredError(
             f"tier '{tier}' is to use kvikio, but the package {error.name} is not installed: "
-            f"pip install 'megatrain-tier[gds]' && pip install --no-deps kvikio-cu13, {_ADVICE}"
+            f"{install_command('gds')}, then pip install --no-deps kvikio-cu13, {_ADVICE}"
         ) from error
     except Exception as error:
         raise TieredError(

@@ -17,13 +17,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from tiered.errors import install_command
+
 try:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"megatrain.lightning needs Lightning ({error.name} is missing): pip install 'megatrain-tier[lightning]'",
+        f"megatrain.lightning needs Lightning ({error.name} is missing): {install_command('lightning')}",
         name=error.name,
     ) from error
 

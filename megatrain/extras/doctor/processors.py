@@ -24,6 +24,7 @@ from megatrain.api import (
 )
 from megatrain.optim.threads import cut
 from megatrain.trace.counting import CountingMode
+from tiered.errors import install_command
 from tiered.ext import HostSlab
 from tiered.units import MiB
 
@@ -348,7 +349,7 @@ def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult
     has_driver = (proc / "driver" / "nvidia-fs").exists()
     missing = []
     if not has_kvikio:
-        missing.append("the package kvikio (pip install 'megatrain-tier[gds]' && pip install --no-deps kvikio-cu13)")
+        missing.append(f"the package kvikio ({install_command('gds')}, then pip install --no-deps kvikio-cu13)")
     if not has_driver:
         missing.append("the kernel module nvidia-fs (package nvidia-fs or nvidia-gds, then modprobe nvidia-fs)")
     if not (run / "udev").exists():

@@ -439,7 +439,7 @@ def test_a_url_that_cannot_be_used_is_one_clear_error(
     text = {
         "bucket": "The specified bucket does not exist. Is the name of the bucket right?",
         "credentials": "No credentials were found: set AWS_ACCESS_KEY_ID",
-        "package": "pip install s3fs (it is in megatrain-tier[remote])",
+        "package": "pip install s3fs",
         "unknown": "Name a URL that fsspec knows",
     }[way]
     assert result.exit_code == 1 and "Traceback" not in result.output

@@ -74,7 +74,7 @@ def test_arrow_files(tmp_path: Path, kind: str) -> None:
 def test_arrow_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"a.parquet: .parquet files need pyarrow. Install the data extra: pip install"):
+    with pytest.raises(DataError, match=r"a.parquet: .parquet files need pyarrow. Install it: pip install"):
         list(read_rows(str(tmp_path / "a.parquet")))
 
 

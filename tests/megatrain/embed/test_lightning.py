@@ -407,4 +407,4 @@ except ModuleNotFoundError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'megatrain-tier[lightning]'" in done.stdout
+    assert 'pip install -e ".[lightning]"' in done.stdout

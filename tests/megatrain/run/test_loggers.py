@@ -89,7 +89,7 @@ def test_missing_loggers_are_reported_before_the_start(make_config: Any, monkeyp
     with pytest.raises(ConfigError) as caught:
         check_loggers(resolve_logging(config))
     text = str(caught.value)
-    assert 'pip install "megatrain-tier[tensorboard]"' in text and 'pip install "megatrain-tier[wandb]"' in text
+    assert 'pip install -e ".[tensorboard]"' in text and 'pip install -e ".[wandb]"' in text
     assert len(caught.value.problems) == 2 and '"wandb"; not installed: wandb, accelerate' in text
     with pytest.raises(ConfigError):
         make_loggers(resolve_logging(config), None)
