@@ -31,6 +31,16 @@ def test_pages_of_the_project_stay_short(name: str, max_bytes: int) -> None:
     assert (ROOT / name).stat().st_size <= max_bytes
 
 
+def test_messages_name_install_commands_that_work_in_a_checkout() -> None:
+    """The package is not on PyPI, so messages use ``install_command``, with an extra that exists."""
+    for package in ("cli", "megatrain", "tiered"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert "megatrain-tier[" not in text, path
+            extras = re.findall(r"install_command\(['\"](\w+)['\"]\)", text)
+            assert set(extras) <= set(PROJECT["optional-dependencies"]), path
+
+
 def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
     """The extra has four of the five tested wheels, in the same versions. It omits kvikio-cu13, which requires cupy."""
     text = (ROOT / "requirements-kvikio.txt").read_text(encoding="utf-8")
