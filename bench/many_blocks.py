@@ -118,7 +118,7 @@ def measure_list(report: Report, folder: Path, num_checkpoints: int) -> None:
             store.put(f"layer.{number // 4}/w{number}", torch.ones(64))
         for step in range(1, num_checkpoints + 1):
             store.commit(_state(step).to_meta()).wait()
-    command = [sys.executable, "-m", "megatrain_tier_cli", "ckpt", "ls", str(folder), "--json"]
+    command = [sys.executable, "-m", "megatrain", "ckpt", "ls", str(folder), "--json"]
     start_s = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - start_s

@@ -114,7 +114,7 @@ def compare(name: str, case: Case, folder: Path, text: Path, num_steps: int, rep
     if not case.model.get("train_from_scratch", True):  # adapters need a model with weights
         write_weights(folder / "model")
         config.write_text(config.read_text(encoding="utf-8") + LORA, encoding="utf-8")
-    plan = json.loads(command("-m", "megatrain_tier_cli", "plan", config, "--json"))
+    plan = json.loads(command("-m", "megatrain", "plan", config, "--json"))
     peak = folder / "peak"
     command("-c", PROGRAM, peak, "run", config, "--json")
     measured = int(peak.read_text())
