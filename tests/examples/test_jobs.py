@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+
+from megatrain.config import load_config
 
 JOBS = Path(__file__).parents[2] / "examples/jobs"
 
@@ -29,7 +32,12 @@ def test_slurm_requeues_a_run_that_saved_and_stopped(tmp_path: Path, code: int, 
 
 def test_jobs_run_the_command() -> None:
     sky = yaml.safe_load((JOBS / "skypilot.yaml").read_text(encoding="utf-8"))
-    assert 'megatrain-tier run "$CONFIG"' in sky["run"] and set(sky["envs"]) == {"CONFIG"}
+    assert set(sky["envs"]) == {"CONFIG", "SAVE_COPY"} and sky["envs"]["SAVE_COPY"].startswith("s3://")
+    command = shlex.split(sky["run"])
+    assert command[1:] == ["run", "$CONFIG", "--set", "checkpoint.save_copy=$SAVE_COPY"]
+    setting = command[-1].replace("$SAVE_COPY", sky["envs"]["SAVE_COPY"])
+    config = load_config(JOBS.parent / "01_tiny.toml", overrides=[setting]).config
+    assert config.checkpoint.save_copy == sky["envs"]["SAVE_COPY"]
     job = yaml.safe_load((JOBS / "kubeflow.yaml").read_text(encoding="utf-8"))
     trainer = job["spec"]["trainer"]
     assert (job["kind"], trainer["command"], trainer["args"][0]) == ("TrainJob", ["megatrain-tier"], "run")
