@@ -1,4 +1,4 @@
-"""The sdist and the wheel are complete: the wheel works in an environment without this checkout."""
+"""The sdist and the wheel are complete: both work in an environment without this checkout."""
 
 from __future__ import annotations
 
@@ -43,15 +43,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(built: Path, folder: Path, *, is_empty: bool) -> Path:
-    """Install the wheel in a new environment, and return its bin folder.
+    """Install the wheel or the sdist in a new environment, and return its bin folder.
 
-    If ``is_empty``, pip installs the dependencies. Otherwise, the environment uses the packages of this interpreter.
+    If ``is_empty``, pip installs the wheel with its dependencies, and then replaces it by the sdist. Otherwise, the
+    environment uses the packages of this interpreter.
     """
     venv.create(folder / "env", with_pip=True)
     pip = folder / "env/bin/pip"
     (wheel,) = built.glob("*.whl")
     if is_empty:
         call([pip, "install", "-q", "-c", ROOT / "constraints.txt", wheel], folder)
+        (sdist,) = built.glob("*.tar.gz")
+        call([pip, "install", "-q", "--no-deps", "--force-reinstall", sdist], folder)
         return folder / "env/bin"
     call([pip, "install", "-q", "--no-deps", wheel], folder)
     (site,) = (folder / "env/lib").glob("python*/site-packages")
