@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .main import (
-    DEBUG_VARIABLE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED_AND_SAVED,
-    RunFailedError,
-    describe,
-    exit_code_of,
-)
+from .main import DEBUG_VARIABLE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError, describe, exit_code_of
 from .options import ConfigSource, RunOptions, config_options, json_option
 from .terminal import RunOutput, Spinner, without_garbage_collection
 

@@ -28,7 +28,7 @@ def test_the_version_is_written_once() -> None:
 
 @pytest.mark.parametrize(("name", "max_bytes"), [("ARCHITECTURE.md", 8192), ("CHANGELOG.md", 3072)])
 def test_pages_of_the_project_stay_short(name: str, max_bytes: int) -> None:
-    assert (ROOT / name).stat().st_size <= max_bytes
+    assert (ROOT / name).stat().st_size in range(max_bytes // 2, max_bytes + 1)
 
 
 def test_messages_name_install_commands_that_work_in_a_checkout() -> None:

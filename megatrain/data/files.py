@@ -29,16 +29,7 @@ _FORMATS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv,
 _MDS_PATTERN = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 _METADATA_FILES = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")
-_NESTED_LIST_KEYS = (
-    "messages",
-    "conversations",
-    "conversation",
-    "prompt",
-    "completion",
-    "chosen",
-    "rejected",
-    "tools",
-)
+_NESTED_LIST_KEYS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected", "tools")
 _PIECE_CHARACTERS = 1 << 22  # text files can be larger than RAM, so they are read in pieces of about this size
 _MAX_BATCH_ROWS = 256
 _TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet columns that contain texts or bytes

@@ -39,13 +39,7 @@ from tiered.durable.ownership import (
 )
 from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import write_members
-from tiered.errors import (
-    CapacityError,
-    CorruptBlockError,
-    GenerationError,
-    NewerFormatError,
-    TransferError,
-)
+from tiered.errors import CapacityError, CorruptBlockError, GenerationError, NewerFormatError, TransferError
 from tiered.file_io import folder_clashes
 from tiered.leasing import Leasing, Request
 from tiered.locks import lock_directory

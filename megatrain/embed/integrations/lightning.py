@@ -25,8 +25,7 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"megatrain.lightning needs Lightning ({error.name} is missing): {install_command('lightning')}",
-        name=error.name,
+        f"Lightning cannot be imported ({error.name} is missing): {install_command('lightning')}", name=error.name
     ) from error
 
 from megatrain.embed.block_homes import compute_device, shared_state
