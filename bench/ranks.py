@@ -151,7 +151,7 @@ class Steps:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
 
     def run(self) -> None:
-        """Run the steps in all worlds, one after the other, and print the rows."""
+        """Run the steps in every world, one after the other, and print the rows."""
         load = round(os.getloadavg()[0], 2)
         for placement in self._arguments.placements.split(","):
             alone = self._world(placement, 1, 1)

@@ -45,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Block:
-    """Masters, state and gradients of a block of parameters in all formats, as 1-D CPU tensors."""
+    """Masters, state and gradients of a block of parameters in every format, as 1-D CPU tensors."""
 
     weight: Tensor
     m: Tensor

@@ -299,7 +299,7 @@ def _commit_changes(store: TieredStore) -> int | None:
 
 
 def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder that contains the recorded generation: this store's, or that of the store that saved it.
+    """Return the folder that contains the recorded generation: in this store, or in the store that saved it.
 
     Raises:
         GenerationError: Neither folder contains the generation.

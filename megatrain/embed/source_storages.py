@@ -170,7 +170,7 @@ class SourceStorage:
         return self._all_elements if is_large else view.elements
 
     def find(self, view: StorageView) -> StoredElements | None:
-        """Return stored elements that include those of a tensor, or None."""
+        """Return stored elements that include a tensor's elements, or None."""
         is_large = view.elements.nbytes * _MAX_SHARED_RATIO >= self._nbytes
         whole = self.stored.get(self._all_elements) if is_large else None
         return self.stored.get(view.elements) if whole is None else whole

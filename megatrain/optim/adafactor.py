@@ -57,7 +57,7 @@ class _KernelSlice:
 class Adafactor:
     """Adafactor for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    It takes 4 bytes per parameter. The algorithm is that of `transformers.Adafactor` (Shazeer and Stern, 2018), without
+    It takes 4 bytes per parameter. The algorithm follows `transformers.Adafactor` (Shazeer and Stern, 2018), without
     first moment, `scale_parameter` and `relative_step`. A parameter is updated in fp32, with sums in fp64::
 
         g = grad * grad_scale

@@ -67,7 +67,7 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
 def moment_code(signed: bool) -> Code:
     """Return the dynamic 8-bit code of Dettmers et al. (2021), as in bitsandbytes and torchao.
 
-    The code covers the seven decades from 1e-7 to 1. Each decade has twice as many values as the decade below.
+    The code covers the seven decades from 1e-7 to 1. Each decade has twice the number of values of the decade below.
 
     Returns:
         The 256 values in ascending order; the rounding boundary above each value (infinity for the last); and a lookup

@@ -240,7 +240,7 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
 def _plans_with_streamed_updates(plan: Plan, profile: LoadedProfile) -> Iterator[Plan]:
     """Yield plans in which a GPU updates some groups from RAM, so that its bus and the CPU are equally busy.
 
-    Plans with half as many groups follow, because the bus also carries other bytes.
+    Plans with half the number of groups follow, because the bus also carries other bytes.
     """
     host_s, machine = plan.estimate.seconds.get("optimizer", 0.0), profile.machine
     gpu = machine.gpu if machine is not None else None

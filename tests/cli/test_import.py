@@ -147,7 +147,7 @@ def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: int, processes: int
 ) -> None:
-    """The batch has as many rows as all processes of the command line together, even if fewer processes train here."""
+    """The batch has the rows of all processes of the command line together, even if fewer processes train here."""
     monkeypatch.chdir(tmp_path)
     Path("two.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
     Path("recipe.yaml").write_text("model_name_or_path: org/m\ngradient_accumulation_steps: 7\n")

@@ -1,4 +1,4 @@
-"""Whatever values a user writes into the records of a run, `status` and `report` give no internal error."""
+"""`status` and `report` give no internal error, for any values that a user writes into the records of a run."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class VirtualCuda(LazyDevice):
 
     Args:
         total_bytes: Size of the device memory, as ``mem_get_info`` reports it.
-        is_integrated: Whether the device has no memory of its own, and computes in pinned host memory without copies.
+        is_integrated: Whether the device has no separate memory, and computes in pinned host memory without copies.
 
     Attributes:
         allocated_bytes: Size of all live tensors.

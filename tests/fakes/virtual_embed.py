@@ -86,7 +86,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
 
 
 def _replace(stack: ExitStack, modules: Sequence[ModuleType], stand_ins: Mapping[str, Any]) -> None:
-    """Replace globals in all modules that have them. Assert that each name exists in at least one module."""
+    """Replace globals in every module that has them. Assert that each name exists in at least one module."""
     replaced = [(module, name) for module in modules for name in stand_ins.keys() & vars(module).keys()]
     assert {name for _, name in replaced} == stand_ins.keys()
     for module, name in replaced:

@@ -186,7 +186,7 @@ def test_updates_are_shared_if_the_rates_favor_it(
 
 
 def moved_state(plan: Plan) -> int:
-    """Return the bytes of optimizer state that a step moves to the device. Assert that as many bytes move back."""
+    """Return the bytes of optimizer state that a step moves to the device. Assert that all of them move back."""
     program, placement = plan.program, plan.placement
     moved = Traffic(program, placement.routes, placement.homes, placement.stays).step_bytes(
         lambda key: program.blocks[key].kind == "optimizer"

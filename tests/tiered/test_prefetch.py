@@ -198,7 +198,7 @@ def complete(*links: ManualLink) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(KEYS, MODES), min_size=1, max_size=5), st.lists(WORK, min_size=5, max_size=30))
 def test_walk_is_skipped_only_if_nothing_changed(future: list[tuple[str, Mode]], work: list[Any]) -> None:
-    """Whatever the caller does, a walk of the schedule is skipped only if it would find nothing to fetch."""
+    """For all calls and their order, a walk of the schedule is skipped only if it would find nothing to fetch."""
     up, down = ManualLink("ram", "gpu"), ManualLink("gpu", "ram")
     store = TieredStore([MemoryTier("gpu", 4), MemoryTier("ram", 9)], links=[up, down])
     for size, key in enumerate("abc", start=1):

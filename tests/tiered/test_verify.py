@@ -82,7 +82,7 @@ def homes_of(store: TieredStore, tree: str = "live") -> dict[str, HomeFiles]:
 def flips(homes: Mapping[str, HomeFiles], num: int, seed: int) -> Iterator[tuple[str, Path, int, bool]]:
     """Repeat: flip a random bit, yield (block, file, byte offset, whether contents changed), and flip the bit back.
 
-    Blocks take turns. Every fourth flip is in the padding after the block's contents, if there is padding.
+    Blocks alternate. Every fourth flip is in the padding after the block's contents, if there is padding.
     """
     chance = random.Random(seed)
     for number in range(num):

@@ -296,7 +296,7 @@ class LeasedGradients:
         targets: dict[str, torch.Tensor | SplitTensor] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
-            if name not in self._pieces:  # cached, because it is the same in all steps
+            if name not in self._pieces:  # cached, because it is the same in every step
                 self._pieces[name] = pieces_of_parts(self._program.layout_parts(layout), layout)
             targets.update(views_of_pieces(parts, self._pieces[name], layout))
         return targets

@@ -16,7 +16,7 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Number of first steps that averages exclude, because these steps create files and touch memory for the first time.
+#: Number of first steps that means exclude, because these steps create files and touch memory for the first time.
 NUM_WARM_STEPS = 2
 #: Names of stall causes in a report, by cause in the metrics.
 CAUSES = {

@@ -34,7 +34,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Net(lightning.LightningModule):
-    """Module with four layers, one of them frozen, and a parameter of its own."""
+    """Module with four layers, one of them frozen, and one direct parameter."""
 
     def __init__(self, make: Make | None = None, width: int = 32) -> None:
         super().__init__()

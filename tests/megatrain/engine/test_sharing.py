@@ -1,4 +1,4 @@
-"""Gradients take turns in shared blocks. The number of blocks is the largest number of concurrent gradients."""
+"""Gradients share blocks, one after the other. The number of blocks is the largest number of concurrent gradients."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
 
 @pytest.mark.parametrize(("num_lanes", "dtype", "num_sums"), [(1, torch.bfloat16, 1), (8, torch.float32, 3)])
 def test_gradient_sums_are_counted_per_visit(num_lanes: int, dtype: torch.dtype, num_sums: int) -> None:
-    """An fp32 gradient block is itself the sum. Otherwise each visit needs sums of its own size, not of the largest."""
+    """An fp32 gradient block is itself the sum. Otherwise, sums have the size of the visit's gradients."""
     _, largest, plain = program_of(1)
     _, _, with_sums = program_of(num_lanes, dtype)
     assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
