@@ -12,6 +12,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError, Subcommands
 from .options import confirm, json_option, run_argument
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +79,7 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
     else:
         _print_notices(notices)
         if step is None and isinstance(run, Path):
-            click.echo(_next_start(next_start([entry for entry, problems in results if not problems])))
+            echo_wrapped(_next_start(next_start([entry for entry, problems in results if not problems])))
     damaged = [entry for entry, problems in results if problems]
     if damaged:
         raise RunFailedError(_damage_text(run, damaged, len(results)), EXIT_FAILED)
@@ -106,11 +107,11 @@ def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json
         if as_json:
             continue
         count = "sound" if not problems else "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        click.echo(f"{_format_name(entry)} (generation {entry.checkpoint.number}): {count}")
+        echo_wrapped(f"{_format_name(entry)} (generation {entry.checkpoint.number}): {count}")
         for problem in problems:
-            click.echo(f"  {problem}")
+            echo_wrapped(f"  {problem}", indent=4)
         if entry.checkpoint.export_note is not None:
-            click.echo(f"  note: {entry.checkpoint.export_note}")
+            echo_wrapped(f"  note: {entry.checkpoint.export_note}", indent=4)
     return results
 
 
@@ -154,12 +155,12 @@ def remove_command(
     for entry in selected:
         remove_checkpoint(run, entry.checkpoint, force=remove_all)
         if not as_json:
-            click.echo(f"removed {_format_name(entry)} (generation {entry.checkpoint.number})")
+            echo_wrapped(f"removed {_format_name(entry)} (generation {entry.checkpoint.number})")
     if as_json:
         newest = next_start(inventory.entries)
         click.echo(json.dumps({"removed": [_fields(entry, newest) for entry in selected]}))
     elif not selected:
-        click.echo(f"no checkpoint in '{run}'")
+        echo_wrapped(f"no checkpoint in '{run}'")
     return 0
 
 
@@ -213,7 +214,7 @@ def _format_name(entry: InventoryEntry) -> str:
 
 def _print_notices(notices: list[str]) -> None:
     for text in notices:
-        click.echo(text if text.startswith("warning: ") else f"note: {text}")
+        echo_wrapped(text if text.startswith("warning: ") else f"note: {text}")
 
 
 def _next_start(newest: InventoryEntry | None) -> str:

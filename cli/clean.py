@@ -12,6 +12,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
 from .options import confirm, json_option
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from tiered.ext import Leftovers, Orphan
@@ -93,10 +94,10 @@ def _print_found(leftovers: list[Leftovers], paths: tuple[Path, ...]) -> None:
         else:
             text = "nothing to remove"
         foreign_note = f", {leftover.num_foreign} files of other programs stay" if leftover.num_foreign else ""
-        click.echo(f"{leftover.path}  {text}{foreign_note}")
+        echo_wrapped(f"{leftover.path}  {text}{foreign_note}")
     if not leftovers:
         locations = ", ".join(map(str, paths)) or "the current folder"
-        click.echo(f"no folders of [[tiers.nvme]] in {locations} or below")
+        echo_wrapped(f"no folders of [[tiers.nvme]] in {locations} or below")
 
 
 def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
@@ -108,7 +109,7 @@ def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
             reason = f"'{orphan.store_path}' is missing{kept_note}"
         else:
             reason = f"'{orphan.store_path}' does not list it"
-        click.echo(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {reason}")
+        echo_wrapped(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {reason}")
 
 
 def _print_json(leftovers: list[Leftovers], orphans: list[Orphan], freed_sizes: Mapping[Path, int]) -> None:

@@ -14,6 +14,7 @@ import click
 
 from .main import EXIT_CONFIG, RunFailedError, Subcommands, write_file
 from .options import ConfigSource, config_options, json_option
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.config.reference import KeyDescription
@@ -99,9 +100,9 @@ def diff_command(old_path: Path, new_path: Path, as_json: bool) -> int:
     )
     for title, changes, color in groups:
         if changes:
-            click.secho(title, fg=color)
+            echo_wrapped(title, fg=color)
             for change in changes:
-                click.echo(f"  {change}")
+                echo_wrapped(f"  {change}", indent=4)
     if diff.is_empty:
         click.echo("no differences")
     return 0
@@ -128,7 +129,8 @@ def explain_command(key: str, as_json: bool) -> int:
         click.echo(json.dumps({"note": note, "keys": [description.to_json() for description in descriptions]}))
         return 0
     if note:
-        click.echo(f"{note}\n")
+        echo_wrapped(note, indent=0)
+        click.echo()
     if len(descriptions) > _MAX_EXPLAINED:
         _print_table(descriptions)
         return 0

@@ -22,12 +22,12 @@ def set_text_width(console: Console) -> Console:
 
 
 def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
-    """Print text of one or more lines, wrapped between words on a terminal.
+    """Print text of one or more lines, wrapped between words on a terminal or if ``COLUMNS`` is set.
 
     Args:
         indent: Indentation of continuation lines, in columns; usually the width of the name that starts the text.
     """
-    if console.is_terminal:
+    if console.is_terminal or env_columns():
         text = "\n".join(wrap_words(text, console.width, indent=indent))
     console.print(Text(text, style=style), soft_wrap=True)
 

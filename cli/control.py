@@ -54,7 +54,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     except ProcessLookupError:
         raise RunFailedError(f"{run}: {describe_ended(run)}", EXIT_FAILED) from None
     if not as_json:
-        click.echo(f"asked process {owner.pid} to save after its current step", err=True)
+        echo_wrapped(f"asked process {owner.pid} to save after its current step", err=True)
 
     def find_saved_step() -> int | None:
         has_ended = find_owner(run) != owner  # Check first, so that an ended run's status is final.
@@ -135,7 +135,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
         pass  # The run has just ended.
     else:
         if not as_json:
-            click.echo(f"asked process {owner.pid} to finish its step, save and end", err=True)
+            echo_wrapped(f"asked process {owner.pid} to finish its step, save and end", err=True)
     if _poll(lambda: find_owner(run) != owner or None, timeout_s) is None:
         raise RunFailedError(
             f"process {owner.pid} has not ended within {timeout_s:g} s; it will still end after its step. "

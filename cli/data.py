@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ import click
 
 from .main import Subcommands
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, block_torch_import
+from .terminal import Spinner, block_torch_import, echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.data.preview import DataStats, RowPreview
@@ -71,20 +73,20 @@ def _print_row(preview: RowPreview, has_color: bool) -> None:
         figures += f", cut from {preview.num_tokens_before:,}"
     if preview.num_pieces > 1:
         figures += f", in {preview.num_pieces:,} pieces"
-    click.echo(f"{style_text(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
+    echo_wrapped(f"{style_text(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
     if preview.where:
-        click.echo(style_text(preview.where, dim=True))
+        echo_wrapped(style_text(preview.where, dim=True))
     if preview.dropped:
-        click.echo(style_text(f"dropped: {_escape_controls(preview.dropped)}", fg="red"))
+        echo_wrapped(style_text(f"dropped: {_escape_controls(preview.dropped)}", fg="red"))
     for reason in preview.untrained_turns:
-        click.echo(style_text(f"a turn is not trained: {_escape_controls(reason)}", fg="yellow"))
+        echo_wrapped(style_text(f"a turn is not trained: {_escape_controls(reason)}", fg="yellow"))
     if preview.left_out:
         names = " / ".join(preview.left_out)
         advice = ": set model.chat_template" if {"tool_calls", "tools"} & set(preview.left_out) else ""
-        click.echo(style_text(f"the chat template has no place for {_escape_controls(names)}{advice}", fg="yellow"))
+        echo_wrapped(style_text(f"the chat template has no place for {_escape_controls(names)}{advice}", fg="yellow"))
     if preview.special_tokens:
         text = f"the text of the row contains special tokens: {_escape_controls(' '.join(preview.special_tokens))}"
-        click.echo(style_text(text, fg="yellow"))
+        echo_wrapped(style_text(text, fg="yellow"))
     parts = []
     for segment in preview.segments:
         text = _escape_controls(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
@@ -128,11 +130,11 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
     packing, warning = choose_model_packing(model, data.table.packing, is_default=data.has_default_packing)
     data = data.with_keys(packing=packing)
     if warning:
-        click.echo(f"warning: {warning}", err=True)
+        echo_wrapped(f"warning: {warning}", err=True)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
     # Also compute the padding without packing: rows are padded to the longest row in their micro-batch.
     micro_batch_rows = dataclasses.replace(batch, single_rows=False).micro_batch_rows
-    stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: click.echo(text, err=True))
+    stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: echo_wrapped(text, err=True))
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
@@ -141,42 +143,44 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
 
 
 def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
+    echo = functools.partial(echo_wrapped, indent=11)
     report = stats.report
-    click.echo(
+    echo(
         f"rows       {report.num_rows:,} read, {report.num_dropped:,} dropped, {report.num_truncated:,} truncated to "
         f"{max_length:,} tokens"
     )
     for label, reasons in (("dropped", report.dropped), ("turns not trained", report.untrained_turns)):
         for group in reasons:
-            click.echo(f"  {group.count:>8,}  {label}: {_escape_controls(group.reason)} (first: {group.example})")
+            echo(f"  {group.count:>8,}  {label}: {_escape_controls(group.reason)} (first: {group.example})")
     untrained = f"without a trained token (first: {report.first_untrained})"
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, untrained)):
         if count:
-            click.echo(f"  {count:>8,}  dropped: {reason}")
+            echo(f"  {count:>8,}  dropped: {reason}")
     for severity, text in report.remarks():
-        click.echo(f"{severity:<11}{_escape_controls(text)}")
+        echo(f"{severity:<11}{_escape_controls(text)}")
     if report.empty_files is not None:
-        click.echo(f"  {_escape_controls(report.empty_files.skip_message)}")
+        echo(f"  {_escape_controls(report.empty_files.skip_message)}")
     if stats.held_out:
-        click.echo(f"held out   {stats.held_out}")
+        echo(f"held out   {stats.held_out}")
     share = 100.0 * stats.num_trained_tokens / max(1, stats.num_tokens)
-    click.echo(
+    echo(
         f"epoch      {stats.num_documents:,} documents, {stats.num_tokens:,} tokens, {stats.num_trained_tokens:,} "
         f"trained ({share:.1f}%)"
     )
-    click.echo(f"           {stats.num_rows:,} rows in {stats.num_steps:,} steps")
+    echo(f"           {stats.num_rows:,} rows in {stats.num_steps:,} steps")
     other_padding = f"{100 * stats.padding_share_other:.1f}% {'without' if is_packed else 'with'} packing"
-    click.echo(f"padding    {100 * stats.padding_share:.1f}%   ({other_padding})")
+    echo(f"padding    {100 * stats.padding_share:.1f}%   ({other_padding})")
     if len(stats.sources) > 1 or any(source.weight != 1.0 for source in stats.sources):
         for source in stats.sources:
             share = 100.0 * source.num_trained_tokens / max(1, source.num_tokens)
-            click.echo(
+            echo(
                 f"source     {source.path}  {source.num_documents:,} documents, {source.num_tokens:,} tokens, "
                 f"{share:.1f}% trained, weight {source.weight:g}"
             )
     lengths = "   ".join(f"{percent}% <= {tokens:,}" for percent, tokens in stats.percentiles.items() if percent)
-    click.echo(f"lengths    shortest {stats.percentiles[0]:,}   {lengths}")
+    echo(f"lengths    shortest {stats.percentiles[0]:,}   {lengths}")
     max_documents = max(bucket.num_documents for bucket in stats.histogram)
+    bar_width = min(_BAR_WIDTH, shutil.get_terminal_size().columns - 30)  # after 30 columns of numbers
     for bucket in stats.histogram:
-        bar = "#" * max(1, round(_BAR_WIDTH * bucket.num_documents / max_documents))
+        bar = "#" * max(1, round(bar_width * bucket.num_documents / max_documents))
         click.echo(f"  {f'{bucket.low:,}-{bucket.high:,}':>15}  {bucket.num_documents:>9,}  {bar}")

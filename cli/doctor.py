@@ -11,6 +11,7 @@ import click
 
 from .main import write_file
 from .options import ConfigSource, json_option, writable_folder
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.extras.doctor.drives import DriveResult
@@ -62,7 +63,7 @@ def command(
         results = examine(
             list(dict.fromkeys(folders)),
             quick=quick,
-            on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
+            on_progress=lambda what: echo_wrapped(f"measuring {what} ...", err=True),
         )
     stored, problem = _store_rates(results)
     if profile_file is not None:
@@ -72,9 +73,9 @@ def command(
         click.echo(json.dumps(values))
         return 0
     _print(results)
-    click.echo(f"stored in {stored}; `megatrain-tier plan` uses it" if stored else f"not stored: {problem}")
+    echo_wrapped(f"stored in {stored}; `megatrain-tier plan` uses it" if stored else f"not stored: {problem}")
     if profile_file is not None:
-        click.echo(f"wrote {profile_file}; plan for this machine with `plan CONFIG --machine {profile_file}`")
+        echo_wrapped(f"wrote {profile_file}; plan for this machine with `plan CONFIG --machine {profile_file}`")
     return 0
 
 
@@ -108,17 +109,17 @@ def _print(results: DoctorResults) -> None:
 
     from tiered.units import format_size
 
-    from .console import plain_table, set_text_width
+    from .console import plain_table, print_line, set_text_width
 
     console = set_text_width(Console())
     system = results.system
     limit = "" if system.ram_limit_bytes >= system.ram_bytes else f" (limit {format_size(system.ram_limit_bytes)})"
     header = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"
-    console.print(Text(header, style="bold"), soft_wrap=True)
+    print_line(console, header, indent=2, style="bold")
     for line in _machine_lines(results):
-        console.print(Text(line), soft_wrap=True)
+        print_line(console, line, indent=9)
     for drive in results.drives:
-        console.print(Text(f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}"), soft_wrap=True)
+        print_line(console, f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}", indent=2)
         console.print(_drive_table(drive))
     findings = plain_table(show_header=False)
     findings.add_column(no_wrap=True)

@@ -12,6 +12,7 @@ import click
 
 from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
+from .terminal import echo_wrapped
 
 _BAR_COLUMNS = 24
 
@@ -108,7 +109,7 @@ def command(
         click.echo(f"\r\x1b[K{text}", nl=done == total, err=True)
 
     for notice in moved_run_notices([find_checkpoint(checkpoint, step)]):
-        click.echo(notice, err=True)
+        echo_wrapped(notice, err=True)
     folder = export_checkpoint(
         checkpoint,
         out,

@@ -45,7 +45,7 @@ def follow(run: Path, *, as_json: bool) -> int:
         with closing(_JsonLines() if as_json else _TerminalView() if sys.stdout.isatty() else _Lines()) as view:
             last_status = _watch(run, owner, view)
     except KeyboardInterrupt:
-        click.echo(f"the run continues in process {owner.pid}", err=True)
+        echo_wrapped(f"the run continues in process {owner.pid}", err=True)
         return EXIT_DONE
     if not as_json:
         echo_wrapped(describe_ended(run))
@@ -85,7 +85,7 @@ class _Lines:
 
     def print_message(self, text: str) -> None:
         """Print a message."""
-        click.echo(text)
+        echo_wrapped(text, indent=7)
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -12,6 +12,7 @@ import click
 
 from .main import EXIT_CONFIG, RunFailedError, write_file
 from .options import json_option
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.base.other_tools import Tool
@@ -80,7 +81,7 @@ def _print_summary(translation: Translation, out: Path | None) -> None:
 
     count = sum(bool(entry.tool_key) for entry in translation.entries.values())
     summary = f"translated {count} value{'' if count == 1 else 's'} of {TOOL_TITLES[translation.tool]}"
-    click.echo(summary if out is None else f"{summary}, written to {out}", err=True)
+    echo_wrapped(summary if out is None else f"{summary}, written to {out}", err=True)
     is_on_screen = out is None and sys.stdout.isatty()  # Comments in the printed TOML list the same keys.
     for title, omitted_keys, color in (
         ("no equivalent here", translation.lost_keys, "yellow"),
@@ -89,10 +90,10 @@ def _print_summary(translation: Translation, out: Path | None) -> None:
         if omitted_keys and not is_on_screen:
             click.secho(f"{title}:", fg=color, err=True)
             for omitted in omitted_keys:
-                click.echo(f"  {format_omitted_key(omitted)}", err=True)
+                echo_wrapped(f"  {format_omitted_key(omitted)}", indent=4, err=True)
     if translation.placeholders:
         click.secho("to fill in:", fg="red", err=True)
         for key, entry in translation.placeholders.items():
-            click.echo(f"  {key}: {entry.note}", err=True)
+            echo_wrapped(f"  {key}: {entry.note}", indent=4, err=True)
     if out is not None:
         click.echo(f"next: megatrain-tier check {shlex.quote(str(out))}", err=True)

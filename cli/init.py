@@ -17,6 +17,7 @@ import click
 
 from .main import EXIT_CONFIG, RunFailedError, write_file
 from .options import json_option
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.base.facts import ModelFacts
@@ -109,9 +110,9 @@ def command(
     if as_json:
         click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
         return 0
-    click.echo(f"wrote  {path}" + ("" if schema is None else f" and {schema.name}"))
+    echo_wrapped(f"wrote  {path}" + ("" if schema is None else f" and {schema.name}"))
     for line, color in _remarks(path, text, rows, needs_template, has_lora):
-        click.secho(line, fg=color) if color else click.echo(line)
+        echo_wrapped(line, indent=7, fg=color or None)
     return 0
 
 
@@ -196,7 +197,7 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps({"path": str(config.resolve())}))
         return 0
-    click.echo(f"wrote  {config}, a model's config and tokenizer, and a text")
+    echo_wrapped(f"wrote  {config}, a model's config and tokenizer, and a text", indent=7)
     click.echo(f"next   megatrain-tier run {shlex.quote(str(config))}")
     return 0
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import click
 
-from .terminal import OWN_PROCESS, safe_output
+from .terminal import OWN_PROCESS, echo_wrapped, safe_output
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -287,7 +287,8 @@ class CommandGroup(Subcommands):
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
             code = exit_code_of(error) or EXIT_FAILED
-            click.echo(describe(error) if code == EXIT_INTERRUPTED_AND_SAVED else f"error: {describe(error)}", err=True)
+            prefix = "" if code == EXIT_INTERRUPTED_AND_SAVED else "error: "
+            echo_wrapped(f"{prefix}{describe(error)}", err=True)
             sys.exit(code)
         sys.exit(code if isinstance(code, int) else EXIT_DONE)
 

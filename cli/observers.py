@@ -32,6 +32,7 @@ from .console import nonzero_sizes, print_line
 from .live_view import LiveView, live_view
 from .plan_text import print_plan
 from .summary_text import summary_lines
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -43,7 +44,7 @@ class MessageObserver(RunObserver):
     """Observer that prints only messages, on stderr."""
 
     def on_message(self, text: str) -> None:
-        click.echo(text, err=True)
+        echo_wrapped(text, err=True)
 
 
 def fetch_weights(plan: Plan, *, show_files: bool = True, show_bar: bool = True) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .main import EXIT_FAILED, RunFailedError, exit_code_of
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
@@ -55,7 +56,7 @@ class ConfigSource:
         loaded = self.read()
         with nullcontext() if spinner is None else spinner.hidden():
             for warning in loaded.warnings:
-                click.echo(f"warning: {warning}", err=True)
+                echo_wrapped(f"warning: {warning}", err=True)
         return loaded
 
 

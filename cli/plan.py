@@ -10,7 +10,7 @@ import click
 from .main import EXIT_CONFIG, EXIT_DONE
 from .main import describe as describe_error
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, without_garbage_collection
+from .terminal import Spinner, echo_wrapped, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.plan.estimate import RunLength
@@ -26,7 +26,7 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
     from megatrain.machine.files import machine_names, read_machine
 
     for name in machine_names():
-        click.echo(f"{name:<20}{read_machine(name)[1].title}")
+        echo_wrapped(f"{name:<20}{read_machine(name)[1].title}", indent=20)
     ctx.exit()
 
 
@@ -121,9 +121,9 @@ def command(
             spinner.show_activity("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
     if plan.traced.flash_note:
-        click.echo(plan.traced.flash_note, err=True)
+        echo_wrapped(plan.traced.flash_note, err=True)
     if plan.traced.packing_warning:
-        click.echo(f"warning: {plan.traced.packing_warning}", err=True)
+        echo_wrapped(f"warning: {plan.traced.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)
     problem = "" if error is None else describe_error(error)
     lines, values = _describe_run(plan, evaluation, num_steps, simulate=simulate)
@@ -148,11 +148,11 @@ def _measure_machine(run: RunSpec) -> None:
 
 
 def _print_progress(name: str) -> None:
-    click.echo(f"measuring {name} ...", err=True)
+    echo_wrapped(f"measuring {name} ...", err=True)
 
 
 def _warn(text: str) -> None:
-    click.echo(f"warning: {text}", err=True)
+    echo_wrapped(f"warning: {text}", err=True)
 
 
 def _describe_run(
@@ -178,7 +178,7 @@ def _simulate_step(plan: Plan) -> SimulatedStep | None:
 
     simulation = replay(plan)
     if simulation is None:
-        click.echo("warning: there are no rates for the simulation: run megatrain-tier doctor first", err=True)
+        _warn("there are no rates for the simulation: run megatrain-tier doctor first")
     return simulation
 
 

@@ -77,13 +77,13 @@ def _step_lines(plan: Plan) -> Iterator[str]:
 def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
     machine = plan.run.tiers.machine
     if problem:
-        console.print(Text("fits the tiers, but `run` would refuse it here.", style="red"))
+        print_line(console, "fits the tiers, but `run` would refuse it here.", indent=0, style="red")
     elif any(objection.refuses for objection in plan.objections):
         reason = f"{machine.name}: `run` would refuse it here." if machine.is_here else f"{machine.name}."
-        console.print(Text(f"fits, but not on {reason}", style="red"), soft_wrap=True)
+        print_line(console, f"fits, but not on {reason}", indent=0, style="red")
     else:
         suffix = "." if machine.is_here else f" on {machine.name} (predicted)."
-        console.print(Text(f"fits{suffix}", style="green"))
+        print_line(console, f"fits{suffix}", indent=0, style="green")
 
 
 def _narrow_plan_lines(plan: Plan) -> Iterator[str]:

@@ -48,7 +48,7 @@ def _report(run: Path, page: Path | None, *, as_json: bool) -> int:
     from megatrain.extras.report.text import report_lines
 
     headline, *other_lines = report_lines(figures)
-    echo_wrapped(click.style(headline, bold=True), indent=8)
+    echo_wrapped(headline, indent=8, bold=True)
     for line in other_lines:
         echo_wrapped(line, indent=8)
     if page is not None:

@@ -15,7 +15,7 @@ import click
 
 from .main import DEBUG_VARIABLE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError, describe, exit_code_of
 from .options import ConfigSource, RunOptions, config_options, json_option
-from .terminal import RunOutput, Spinner, without_garbage_collection
+from .terminal import RunOutput, Spinner, echo_wrapped, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
@@ -144,5 +144,5 @@ def _run_as_rank(options: RunOptions, group: RankGroup) -> NoReturn:
             text = "interrupted; nothing saved" if isinstance(error, KeyboardInterrupt) else describe(error)
             group.fail(text, code, is_own=is_known or not isinstance(error, RuntimeError))
         if is_first:
-            click.echo(describe(error), err=True)
+            echo_wrapped(describe(error), err=True)
     group.end(code)

@@ -13,7 +13,7 @@ import click
 
 from .main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, without_garbage_collection
+from .terminal import Spinner, echo_wrapped, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.extras.scoring import ScoreSummary
@@ -92,7 +92,8 @@ def _print(summary: ScoreSummary, *, as_json: bool) -> None:
     click.echo(f"scores  {relative if len(relative) < len(str(summary.folder)) else summary.folder}")
     if summary.num_passes:
         rate = summary.num_tokens / max(summary.seconds, 1e-9)
-        click.echo(
+        echo_wrapped(
             f"        {summary.num_scored_tokens:,} tokens scored in {summary.num_passes} passes, "
-            f"{rate:,.0f} tokens/s, perplexity {summary.perplexity:.4g}"
+            f"{rate:,.0f} tokens/s, perplexity {summary.perplexity:.4g}",
+            indent=8,
         )

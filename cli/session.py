@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-import click
-
 from megatrain.base.observer import Observers, RunInfo, RunObserver, RunSummary
 from megatrain.base.progress import Activity
 from megatrain.config import LoadedConfig
@@ -35,7 +33,7 @@ from .observers import ConsoleObserver, PlanObserver, fetch_weights, make_observ
 from .options import RunOptions, locate_missing_paths
 from .plan_text import print_plan
 from .run_state import describe_interrupted
-from .terminal import RunOutput, Spinner, without_garbage_collection
+from .terminal import RunOutput, Spinner, echo_wrapped, without_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def run(session: Session) -> int:
     note = _schedule_note(session, plan)
     if session.options.dry_run:
         code = _print_dry_run(plan, as_json=session.as_json)
-        click.echo(note, err=True, nl=bool(note))
+        echo_wrapped(note, err=True)
         return code
     if session.is_printing and session.as_json:
         print_plan(plan, as_json=True)

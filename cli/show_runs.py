@@ -11,6 +11,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DONE, RunFailedError
 from .options import explain_damaged_records, json_option
+from .terminal import echo_wrapped
 
 _SKIPPED_FOLDERS = ("snap", "live")  # Folders of blocks contain many files and no runs.
 
@@ -53,7 +54,7 @@ def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
         if run is not None:
             raise RunFailedError(f"no run in '{run}' or below. Pass the output_dir of a run", EXIT_CONFIG)
         if not as_json:
-            click.echo("no runs in the current folder or below")
+            echo_wrapped("no runs in the current folder or below")
     return EXIT_DONE
 
 

@@ -69,12 +69,18 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
     return lines
 
 
-def echo_wrapped(text: str, *, indent: int = 2) -> None:
-    """Print text, with wrapped and indented lines on a terminal or if ``COLUMNS`` is set."""
-    if sys.stdout.isatty() or env_columns():
+def echo_wrapped(text: str, *, indent: int = 2, err: bool = False, **style: Any) -> None:
+    """Print text, with wrapped and indented lines on a terminal or if ``COLUMNS`` is set.
+
+    Args:
+        indent: Columns before a continued line.
+        err: Whether to print on stderr.
+        style: Arguments of ``click.style``.
+    """
+    if env_columns() or (sys.stderr if err else sys.stdout).isatty():
         text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
     for line in text.splitlines():
-        click.echo(line)
+        click.secho(line, err=err, **style)
 
 
 class Spinner:

@@ -10,6 +10,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_VERIFY, RunFailedError
 from .options import ConfigSource, json_option, writable_folder
+from .terminal import echo_wrapped
 
 if TYPE_CHECKING:
     from megatrain.extras.verify import VerifyResult
@@ -49,7 +50,7 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
             None if loaded is None else loaded.config,
             tiers=tier_names,
             scratch=writable_folder(),
-            on_progress=lambda what: click.echo(f"{what} ...", err=True),
+            on_progress=lambda what: echo_wrapped(f"{what} ...", err=True),
         )
     if as_json:
         click.echo(json.dumps(result.to_json()))
@@ -70,10 +71,10 @@ def _print(result: VerifyResult) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from .console import plain_table, set_text_width
+    from .console import plain_table, print_line, set_text_width
 
     console = set_text_width(Console())
-    console.print(Text(result.headline, style="bold"), soft_wrap=True)
+    print_line(console, result.headline, indent=2, style="bold")
     table = plain_table()
     for name in ("", "allowed", "found"):
         table.add_column(name, overflow="fold")
@@ -82,10 +83,8 @@ def _print(result: VerifyResult) -> None:
     console.print(table)
     for check in result.checks:
         for problem in check.problems:
-            console.print(Text(f"differs: {check.what}: {problem}", style="red"), soft_wrap=True)
+            print_line(console, f"differs: {check.what}: {problem}", indent=2, style="red")
     for note in result.notes:
-        console.print(Text(note, style="dim"), soft_wrap=True)
+        print_line(console, note, indent=2, style="dim")
     verdict = "equal: tiered training equals plain training on this machine." if result.holds else "not equal."
-    console.print(
-        Text(f"{verdict}  {result.seconds:.0f} s", style="green" if result.holds else "bold red"), soft_wrap=True
-    )
+    print_line(console, f"{verdict}  {result.seconds:.0f} s", indent=2, style="green" if result.holds else "bold red")

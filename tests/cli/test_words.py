@@ -82,3 +82,48 @@ def test_messages_name_no_page_of_the_repository() -> None:
             if id(node) not in docstrings
         ]
     assert not found, found
+
+
+@pytest.fixture(scope="module")
+def ended_run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """Return a run that has ended. Its blocks are on a drive, so that all lines of a plan are printed."""
+    run = make_run(tmp_path_factory.mktemp("words") / "ended")
+    assert run.run(placement=ON_NVME, more=NVME, steps=2).exit_code == 0
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code"),
+    [
+        (("plan", "CONFIG"), 0),
+        (("plan", "CONFIG", "--set", "tiers.ram.size=1MiB"), 3),
+        (("plan", "CONFIG", "--set", "warmup_ratio=0.1"), 0),
+        (("plan", "--machine", "list"), 0),
+        (("check", "CONFIG"), 0),
+        (("data", "stats", "CONFIG"), 0),
+        (("data", "preview", "CONFIG", "--row", "999999"), 4),
+        (("run", "CONFIG", "--set", "NEW_FOLDER"), 0),
+        (("report", "RUN"), 0),
+        (("status", "RUN"), 0),
+        (("ckpt", "ls", "RUN"), 0),
+        (("ckpt", "verify", "RUN"), 0),
+        (("config", "explain", "max_length"), 0),
+        (("clean", "RUN"), 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_piped_lines_fit_into_the_columns(
+    ended_run: SavedRun, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], exit_code: int
+) -> None:
+    """Long paths stay unbroken, so a line with a single word may be longer."""
+    monkeypatch.setenv("COLUMNS", "60")
+    words: dict[str, object] = {
+        "CONFIG": ended_run.write_config(placement=ON_NVME, more=NVME, steps=2),
+        "RUN": ended_run.out,
+    }
+    words["NEW_FOLDER"] = f"output_dir={ended_run.folder / 'new'}"
+    result = ended_run.call(*(words.get(word, word) for word in command))
+    assert result.exit_code == exit_code, result.output
+    lines = result.output.splitlines()
+    assert lines
+    assert not [line for line in lines if len(line) > 60 and len(line.split()) > 1]
