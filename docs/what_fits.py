@@ -174,6 +174,21 @@ def folder_with_weights(model: str) -> Path:
     return folder
 
 
+def shared_keys(case: Case, data: str) -> str:
+    """Return the end of a [model] table and the tables that a planned config and the config to copy have in common."""
+    return f"""use_liger_kernel = {str(case.has_kernels).lower()}
+[precision]
+compute_dtype = "bfloat16"
+grad_dtype = "{case.grad_dtype}"
+[data]
+max_length = {case.length}
+[[data.train]]
+path = "{data}"
+[training]
+train_batch_tokens = {case.tokens}
+{TASKS[case.task][1]}"""
+
+
 def config_text(case: Case, num_drives: int, more: str = "") -> str:
     """Return the text of a config for a model of examples/models and a machine with `num_drives` drives."""
     folder = MODELS / case.model if case.task == "all" else folder_with_weights(case.model)
@@ -185,17 +200,7 @@ output_dir = "out"
 model_name_or_path = "{folder}"
 train_from_scratch = {str(case.task == "all").lower()}
 split_experts = {str(case.is_split).lower()}
-use_liger_kernel = {str(case.has_kernels).lower()}
-[precision]
-compute_dtype = "bfloat16"
-grad_dtype = "{case.grad_dtype}"
-[data]
-max_length = {case.length}
-[[data.train]]
-path = "text.txt"
-[training]
-train_batch_tokens = {case.tokens}
-{TASKS[case.task][1]}{more}
+{shared_keys(case, "text.txt")}{more}
 {drives}
 """
 
@@ -572,18 +577,15 @@ def selector(found: dict[tuple[str, str, str], list[Row]], machines: Sequence[st
 
 
 def config_to_copy(task: str) -> str:
-    """Return the config of a task. The selector replaces MODEL, SPLIT and DRIVES."""
+    """Return the config of a task. The selector replaces MODEL, SPLIT and DRIVES.
+
+    All keys except paths and ``train_from_scratch`` equal the keys of the planned config (``config_text``).
+    """
     return f"""task       = "pretrain"          # or "sft": chats, loss on the answers only
 output_dir = "outputs/MODEL"
 [model]
 model_name_or_path = "models/MODEL"   # a Hugging Face folder, or an id of the hub
-SPLIT[data]
-max_length = {LENGTH}
-[[data.train]]
-path = "text/*.txt"
-[training]
-train_batch_tokens = {TOKENS}
-{TASKS[task][1]}DRIVES"""
+SPLIT{shared_keys(Case("MODEL", "", task=task), "text/*.txt")}DRIVES"""
 
 
 def json_lines(values: dict[str, Any]) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolved import difference
 from megatrain.machine.planned_machine import find_machine
 
 ROOT = Path(__file__).parents[2]
@@ -15,15 +19,48 @@ VALUES = json.loads((ROOT / "docs/what_fits.json").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs/what_fits.md").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def what_fits() -> ModuleType:
+    """Import and return docs/what_fits.py."""
+    spec = importlib.util.spec_from_file_location("what_fits_page", ROOT / "docs/what_fits.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_copied_config(folder: Path, task: str, *, is_split: bool) -> Path:
+    """Replace the placeholders of a config in the same way as docs/assets/what_fits.js."""
+    drives = "".join(f'[[tiers.nvme]]\npath = "/mnt/drive{number}/state"\n' for number in range(2))
+    text = VALUES["configs"][task].replace("MODEL", "Qwen3-8B")
+    text = text.replace("SPLIT", "split_experts = true\n" if is_split else "").replace("DRIVES", drives)
+    (folder / "copied.toml").write_text(text, encoding="utf-8")
+    return folder / "copied.toml"
+
+
 @pytest.mark.parametrize("task", VALUES["tasks"])
 def test_the_config_to_copy_is_accepted(task: str, tmp_path: Path) -> None:
-    """The test replaces placeholders in the config in the same way as docs/assets/what_fits.js."""
-    drives = "".join(f'[[tiers.nvme]]\npath = "/mnt/drive{number}/state"\n' for number in range(2))
-    text = VALUES["configs"][task].replace("MODEL", "Qwen3-8B").replace("SPLIT", "split_experts = true\n")
-    (tmp_path / "run.toml").write_text(text.replace("DRIVES", drives), encoding="utf-8")
-    loaded = load_config(tmp_path / "run.toml")
+    loaded = load_config(write_copied_config(tmp_path, task, is_split=True))
     assert not loaded.warnings
     assert len(loaded.config.tiers.nvme) == 2 and loaded.config.model.split_experts
+
+
+@pytest.mark.parametrize("task", VALUES["tasks"])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_the_config_to_copy_has_the_values_of_the_planned_config(
+    what_fits: ModuleType, task: str, is_split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only paths and names differ, and ``train_from_scratch``, because plans of all parameters read no weights."""
+    monkeypatch.setattr(what_fits, "folder_with_weights", lambda model: tmp_path)
+    case = what_fits.Case("Qwen3-8B", "rtx4090-128gb", is_split=is_split, task=task)
+    (tmp_path / "planned.toml").write_text(what_fits.config_text(case, 2), encoding="utf-8")
+    copied = load_config(write_copied_config(tmp_path, task, is_split=is_split)).config
+    diff = difference(load_config(tmp_path / "planned.toml").config, copied)
+    changed = {change.key for change in (*diff.altering, *diff.by_contents, *diff.free)}
+    changed = {key for key in changed if not key.endswith((".path", ".model_name_or_path"))}
+    assert changed - {"output_dir", "run_name"} == ({"model.train_from_scratch"} if task == "all" else set())
+    assert VALUES["configs"][task] == what_fits.config_to_copy(task)
 
 
 def test_rows_are_known_and_fit_or_state_the_missing_memory() -> None:
