@@ -75,9 +75,8 @@ TASKS = {
 }
 #: Models whose rows were planned before the planner counted the bytes of gradient sums and kept logits.
 OLDER = (
-    "Gemma-3-12B", "Qwen2.5-14B", "gpt-oss-20b", "Qwen3.5-27B", "Qwen3-30B-A3B", "Gemma-4-31B", "Qwen3-32B",
-    "Qwen3.5-35B-A3B", "Llama-3.1-70B", "GLM-4.5-Air", "gpt-oss-120b", "Mistral-Large-2411", "Qwen3-235B-A22B",
-    "DeepSeek-V4-Flash", "Llama-3.1-405B", "GLM-5", "Kimi-K2",
+    "Qwen3.5-27B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "gpt-oss-120b", "Qwen3-235B-A22B", "DeepSeek-V4-Flash",
+    "Llama-3.1-405B", "GLM-5", "Kimi-K2",
 )  # fmt: skip
 _BILLION = 10**9
 _DAY_S = 86_400
@@ -414,8 +413,9 @@ def published_row(published: Published, rows: Rows) -> str:
 
 HEAD = f"""# What fits where
 
-The planner calculated every row. **Nothing on this page was measured.** A run uses exactly these bytes. The speeds are predictions from the rates of each machine;
-no GPU has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
+The planner calculated every row. **Nothing on this page was measured**, and no GPU has run the code. The sizes were planned without the machines: the
+memory of kernels was counted on a CPU, and [some rows are older estimates](#your-model-and-machine). The speeds are predictions from the rates of each
+machine. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
 `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
 ## The largest model of each machine
@@ -432,12 +432,14 @@ SELECT = """## Your model and machine
 
 <div id="what-fits">The selector needs JavaScript and the built site (`make docs`). Another page lists the same rows as tables.</div>
 
-`python docs/what_fits.py` made the rows on @DATE@ from the `config.json` of each model (`examples/models`) and the data of each machine
-(`megatrain/machine/machines`, with sources). The page [all planned rows](what_fits_tables.md) shows the same rows as tables, with the assumptions and with
-published measurements of other systems.
+`python docs/what_fits.py` makes the rows from the `config.json` of each model (`examples/models`) and the data of each machine
+(`megatrain/machine/machines`, with sources). The last rows were made on @DATE@. The page [all planned rows](what_fits_tables.md) shows the same rows
+as tables, with the assumptions and with published measurements of other systems.
 
 - The planner chooses the sizes of the tiers. It uses all drives of the machine and keeps space for two checkpoints.
 - Each row uses one GPU, even on a machine with several GPUs; `plan --processes` plans for all of them.
+- The [recipes](../examples/README.md#recipes) list other speeds for some models, because they use at most one drive and, on a GPU, liger-kernel; these
+  rows use all drives and no liger-kernel.
 - If a layer of a mixture of experts is too large for GPU memory or RAM, the row uses [experts in parts](config.md#model)
   (`model.split_experts = true`).
 @OLDER@- **T\\*** is the number of tokens per step above which compute limits the step. If a row names `nvme`, `ram->gpu` or
@@ -448,7 +450,7 @@ published measurements of other systems.
 TABLES_HEAD = f"""# All planned rows
 
 `python docs/what_fits.py` writes this page. [What fits where](what_fits.md) has the largest model of each machine, and a selector. **This project measured
-nothing on this page**: a run uses exactly the planned bytes, but its speed may differ from the prediction.
+nothing on this page**: the sizes were planned without the machines, and the speed of a run may differ from the prediction.
 
 The work of a step is [counted](sizing.md#accuracy-of-the-prediction) as matrix products, attention, bytes of all other operators, and kernel
 launches by the host, which run concurrently with a GPU. **Assumed for every machine**: attention at half the rate of products, other operators
@@ -630,7 +632,8 @@ def older() -> str:
     """Return the sentence about rows from an earlier planner."""
     return (
         "An earlier planner, which did not count the bytes of gradient sums and of stored logits, made the rows that train "
-        f"all parameters of these models: {', '.join(OLDER)}."
+        f"all parameters of these models: {', '.join(OLDER)}. These rows are estimates. When eight other models "
+        "were planned again, no size changed, and speeds changed by less than a tenth."
     )
 
 
