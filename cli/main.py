@@ -145,10 +145,6 @@ class RunFailedError(Exception):
 def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
     """Write a file that the user named, atomically if its folder permits, so that a full drive keeps the old file.
 
-    Args:
-        path: File, terminal or pipe.
-        is_exclusive: Whether to refuse an existing file.
-
     Raises:
         RunFailedError: The file cannot be written, or exists although `is_exclusive` is set.
     """

@@ -48,12 +48,7 @@ class MessageObserver(RunObserver):
 
 
 def fetch_weights(plan: Plan, *, show_files: bool = True, show_bar: bool = True) -> None:
-    """Fetch a model's weights from the hub, if the run needs them.
-
-    Args:
-        show_files: Whether to print a line for each file on stderr.
-        show_bar: Whether to show a progress bar on a terminal.
-    """
+    """Fetch a model's weights from the hub, if the run needs them."""
 
     def print_file(file: FetchedFile) -> None:
         click.echo(str(file), err=True)
@@ -262,13 +257,7 @@ def make_observer(
     activity: Activity | None = None,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> ConsoleObserver:
-    """Return the observer for ``logging.progress``. "auto" is a live view on a terminal, and lines otherwise.
-
-    Args:
-        console: Console to print on. Default: stdout.
-        activity: Current activity that the live view shows.
-        is_lost: Function that returns whether the terminal is gone.
-    """
+    """Return the observer for ``logging.progress``. "auto" is a live view on a terminal, and lines otherwise."""
     console = console or Console(highlight=False)
     if progress == "none":
         return ConsoleObserver()

@@ -73,8 +73,7 @@ def echo_wrapped(text: str, *, indent: int = 2, err: bool = False, **style: Any)
     """Print text, with wrapped and indented lines on a terminal or if ``COLUMNS`` is set.
 
     Args:
-        indent: Columns before a continued line.
-        err: Whether to print on stderr.
+        indent: Indentation of continuation lines, in columns.
         style: Arguments of ``click.style``.
     """
     if env_columns() or (sys.stderr if err else sys.stdout).isatty():

@@ -113,7 +113,7 @@ class LocalBlocks:
         """Do nothing, because a single process needs no memory outside of blocks."""
 
     def check_working_set(self, units: Sequence[UnitPart], homes: Homes, home_bytes_in: Callable[[str], int]) -> None:
-        """Raise ``CapacityError`` if a layer and its enclosing modules do not fit next to the homes in the compute tier.
+        """Raise ``CapacityError`` if a layer and its enclosing modules do not fit next to the compute tier's homes.
 
         Args:
             homes: Home tiers of the module's blocks, by key.
