@@ -99,10 +99,10 @@ SHORT = (
     "tests/megatrain/embed/test_optimizer.py::test_cleared_gradients_are_not_used",
     "tests/gpu/test_freed_memory.py",
     "tests/megatrain/engine/test_mirror.py",
-    "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_are_the_same_bits[zamba2]",
-    "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted_kernels_read_the_decision",
+    "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_results_are_bit_identical[zamba2]",
+    "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted_kernels_apply_the_clip_decision",
     "tests/megatrain/models/test_quantized.py::test_any_part_of_a_quantized_weight_is_dequantized",
-    "tests/parity/test_distill.py::test_logits_in_parts_give_loss_and_gradient_of_plain_torch",
+    "tests/parity/test_distill.py::test_chunked_logits_match_plain_torch_loss_and_gradient",
     "tests/parity/test_parts.py",
 )
 #: Benches that `test_rows` marks as slow. Other tests in test_benches.py also run them or their parts.
@@ -231,13 +231,13 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     for group in cases.values():
         kept = [item for number, item in enumerate(group) if number % SHARE == 0 or item.nodeid.startswith(SHORT)]
         if len(group) >= FEWEST:
-            kept += pairs_left_out(group, kept)
+            kept += cases_for_uncovered_pairs(group, kept)
             for item in group:
                 if item not in kept:
                     item.add_marker(pytest.mark.slow)
 
 
-def pairs_left_out(group: list[pytest.Item], kept: list[pytest.Item]) -> list[pytest.Item]:
+def cases_for_uncovered_pairs(group: list[pytest.Item], kept: list[pytest.Item]) -> list[pytest.Item]:
     """Return additional cases of a test, so that all cases that run cover every pair of option values that occurs.
 
     An option is a parameter with two values. Parameters with more values, such as model families, are only sampled.

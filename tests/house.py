@@ -142,7 +142,7 @@ SOURCES = read_sources()
 MODULES = {source.module for source in SOURCES}
 
 
-def typing_only(tree: ast.Module) -> set[ast.AST]:
+def nodes_under_type_checking(tree: ast.Module) -> set[ast.AST]:
     """Return every node under `if TYPE_CHECKING:`, where imports never run."""
     return {
         node
@@ -167,7 +167,7 @@ def module_of(name: str) -> str:
 
 def imports(source: Source, with_typing: bool = True) -> Iterator[tuple[int, str]]:
     """Yield (line, absolute module name) of every import, including imports inside functions."""
-    skipped = set() if with_typing else typing_only(source.tree)
+    skipped = set() if with_typing else nodes_under_type_checking(source.tree)
     for node in ast.walk(source.tree):
         if node in skipped:
             continue

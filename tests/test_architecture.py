@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 import house
-from house import MODULES, PACKAGES, ROOT, SOURCES, imports, typing_only
+from house import MODULES, PACKAGES, ROOT, SOURCES, imports, nodes_under_type_checking
 from megatrain.config.schema import RunConfig
 
 # A module may import modules with a lower rank in this table, or with the same rank if there is no import cycle. The
@@ -234,7 +234,7 @@ EMBEDDING_USES = {
 }
 
 
-def test_embedding_knows_little_of_the_engine() -> None:
+def test_embed_imports_only_the_listed_engine_names() -> None:
     used = {
         f"{node.module}.{alias.name}"
         for source in SOURCES
@@ -246,7 +246,7 @@ def test_embedding_knows_little_of_the_engine() -> None:
     assert used == EMBEDDING_USES
 
 
-def test_one_file_of_embedding_knows_several_ranks() -> None:
+def test_only_one_module_of_embed_imports_ranks() -> None:
     """``ranks.dtensors`` does not count: with FSDP2, each rank updates only its own shards, independently of others."""
     importers = {
         source.module
@@ -298,11 +298,11 @@ def test_long_constructors_of_the_core_only_shrink() -> None:
     assert_only_shrinks(house.long_constructors(MOST_ARGUMENTS), ARGUMENTS)
 
 
-def test_a_step_program_has_no_field_for_each_feature() -> None:
+def test_step_program_fields_only_shrink() -> None:
     assert_only_shrinks({"StepProgram": house.fields_of("StepProgram")}, {"StepProgram": MOST_STEP_PROGRAM_FIELDS})
 
 
-def test_class_names_have_one_meaning() -> None:
+def test_class_names_are_unique() -> None:
     """No two classes have the same name, public or private, so a reader always knows which class a name means."""
     assert not house.shared_class_names()
 
@@ -342,7 +342,7 @@ def test_one_sided_figures_are_detected(text: str, count: int) -> None:
     assert len(list(found)) == count
 
 
-def test_files_to_read_are_few() -> None:
+def test_reading_order_is_up_to_date_and_short() -> None:
     assert house.reading_order("ARCHITECTURE.md") == house.READING_ORDER
     assert sum(house.num_lines(name) for name in house.READING_ORDER) <= MOST_LINES_TO_READ
 
@@ -356,7 +356,7 @@ KEY_WORDS = (
 )
 
 
-def test_the_words_of_the_code_are_in_the_glossary() -> None:
+def test_key_words_of_the_code_are_in_the_glossary() -> None:
     assert not set(KEY_WORDS) - house.glossary_words()
 
 
@@ -377,7 +377,7 @@ READ_TABLES = (
 )
 
 
-def test_few_modules_know_the_config() -> None:
+def test_modules_importing_the_config_schema_only_shrink() -> None:
     knowing = house.schema_importers()
     strangers = {module for module in knowing if not module.startswith("megatrain.config.")} - KNOW_THE_CONFIG
     assert not strangers, strangers
@@ -403,7 +403,7 @@ def is_table(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def test_tables_of_the_config_live_with_their_owners_and_import_nothing_heavy() -> None:
+def test_config_tables_are_defined_by_their_owners_with_light_imports() -> None:
     """The command reads configs, and completes key names, before it imports torch."""
     owners = {field.annotation.__module__ for field in RunConfig.model_fields.values() if is_table(field.annotation)}
     assert len(owners) > 5 and all(re.fullmatch(r"megatrain\.\w+\.table", module) for module in owners), owners
@@ -422,7 +422,7 @@ def test_tables_of_the_config_live_with_their_owners_and_import_nothing_heavy() 
 PUBLIC = {"tiered.__init__", "tiered.ext", "tiered.testing.__init__", "tiered.errors", "tiered.lazy", "tiered.units"}
 
 
-def test_other_packages_import_only_public_names() -> None:
+def test_other_packages_import_only_public_names_of_tiered() -> None:
     deep = [
         f"{source.name}:{line} imports {name}"
         for source in SOURCES
@@ -450,7 +450,7 @@ def is_untyped_tier(node: ast.arg | ast.AnnAssign) -> bool:
     return "tier" in name and node.annotation is not None and "Any" in ast.unparse(node.annotation)
 
 
-def test_inside_the_command_imports_are_relative() -> None:
+def test_imports_within_cli_are_relative() -> None:
     """With absolute imports, a module could be loaded twice, as `cli.main` and as `megatrain_tier_cli.main`."""
     own_names = {"cli", "megatrain_tier_cli"}
     absolute = [
@@ -469,7 +469,7 @@ def names_used() -> list[tuple[str, int, str]]:
     """Return (file, line, name) for every import that runs and every attribute. Attribute names begin with "="."""
     found = []
     for source in SOURCES:
-        skipped = typing_only(source.tree)
+        skipped = nodes_under_type_checking(source.tree)
         found += [(source.name, line, name) for line, name in imports(source, with_typing=False)]
         found += [
             (source.name, node.lineno, f"={ast.unparse(node)}")
@@ -480,7 +480,7 @@ def names_used() -> list[tuple[str, int, str]]:
 
 
 @pytest.mark.parametrize("library", sorted(RESTRICTED))
-def test_a_heavy_library_is_used_only_in_the_files_that_own_it(library: str) -> None:
+def test_restricted_library_is_used_only_in_its_files(library: str) -> None:
     owners = RESTRICTED[library]
     strangers = [
         f"{file}:{line}"
@@ -491,7 +491,7 @@ def test_a_heavy_library_is_used_only_in_the_files_that_own_it(library: str) -> 
     assert not strangers, strangers
 
 
-def test_nothing_is_left_to_do_without_an_issue() -> None:
+def test_todo_comments_reference_an_issue() -> None:
     marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
     found = [
         f"{source.name}:{number}"
@@ -510,17 +510,17 @@ def is_true(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def reads_tensors_alone(call: ast.Call) -> bool:
+def is_weights_only_load(call: ast.Call) -> bool:
     return any(keyword.arg == "weights_only" and is_true(keyword.value) for keyword in call.keywords)
 
 
-def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
+def test_sources_use_no_pickle_and_no_remote_code() -> None:
     """`torch.load` (without `weights_only`) and pickle can execute code from a file, and anyone can write a model."""
     found = []
     for source in SOURCES:
         found += [f"{source.name}:{line} {name}" for line, name in imports(source) if name.split(".")[0] == "pickle"]
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load" and not reads_tensors_alone(node):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load" and not is_weights_only_load(node):
                 found.append(f"{source.name}:{node.lineno} torch.load")
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and is_true(node.value):
                 found.append(f"{source.name}:{node.value.lineno} trust_remote_code is on")
@@ -582,7 +582,7 @@ print(torch.cuda.is_initialized(), threading.active_count() - threads)
     assert run_python(code).splitlines() == ["[]", "False 0"]
 
 
-def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None:
+def test_importing_megatrain_configures_cublas_before_torch_loads() -> None:
     unset = "import os; os.environ.pop('CUBLAS_WORKSPACE_CONFIG', None)"
     code = "import sys, megatrain; print('torch' in sys.modules, os.environ['CUBLAS_WORKSPACE_CONFIG'])"
     assert run_python(f"{unset}\n{code}") == "False :4096:8"
@@ -650,7 +650,7 @@ def names_in_docstring(node: ast.AST) -> set[str]:
     return names
 
 
-def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
+def malformed_entries(docstring: str, names: set[str]) -> Iterator[str]:
     """Yield the lines in Args, Attributes and Raises that are not an entry for exactly one known name."""
     section, indent = None, 0
     for line in docstring.splitlines():
@@ -675,6 +675,6 @@ def test_sections_of_docstrings_have_one_entry_per_line() -> None:
     for source in SOURCES:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                lines = badly_formed(ast.get_docstring(node) or "", names_in_docstring(node))
+                lines = malformed_entries(ast.get_docstring(node) or "", names_in_docstring(node))
                 found += [f"{source.name}:{node.lineno} {node.name}: {line}" for line in lines]
     assert not found, "\n".join(found)

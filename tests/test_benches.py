@@ -200,7 +200,7 @@ def test_links_reports_missing_peers_with_reasons() -> None:
 
 
 @pytest.mark.slow
-def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
+def test_deepspeed_comparison_runs_our_sides_in_separate_processes() -> None:
     rows = {row["name"]: row["value"] for row in run("compare/deepspeed")}
     for side in ("ours_bf16", "ours_fp32"):
         assert rows[f"{side}.step"] > 0
@@ -218,7 +218,7 @@ def test_comparison_without_deepspeed_is_reported() -> None:
 
 
 @pytest.mark.slow
-def test_disk_offload_gives_the_same_scores_and_tokens_from_as_little_memory() -> None:
+def test_disk_offload_bench_compares_with_accelerate() -> None:
     rows = {row["name"]: row["value"] for row in run("compare/disk_offload")}
     if "accelerate.skipped" in rows:
         pytest.skip(rows["accelerate.skipped"])
@@ -258,7 +258,7 @@ def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow  # the next test runs the same program
-def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
+def test_our_side_runs_on_a_virtual_gpu(tmp_path: Path) -> None:
     rows = on_virtual_gpu(tmp_path, "--parts", "14b", "--traces", str(tmp_path / "traces"))
     assert rows["14b.ours.rate"]["value"] > 0 < rows["14b.ours.peak.device_bytes"]["value"]
     assert rows["14b.ours.ram->gpu.moved"]["ok"] and rows["14b.ours.ram->gpu.moved"]["value"] > 0
@@ -276,7 +276,7 @@ def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
     assert rows["14b.ours.host_update_rate"]["value"] > 0
 
 
-def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
+def test_step_is_profiled_on_a_virtual_gpu(tmp_path: Path) -> None:
     """torch cannot profile a software GPU, so the rows list host operators. The profiled step is not timed."""
     words = ["--parts", "7b_4k+bf16_gradients", "--profile", "--traces", str(tmp_path / "traces")]
     found = {name: row["value"] for name, row in on_virtual_gpu(tmp_path, *words).items()}
@@ -313,7 +313,7 @@ def test_gaps_are_times_without_kernels(tmp_path: Path) -> None:
     assert by_name(kernels) == {"gemm": (pytest.approx(900e-6), 2), "norm": (pytest.approx(200e-6), 1)}
 
 
-def test_a_part_with_variants_is_ours_alone_with_other_tables() -> None:
+def test_part_with_variants_has_only_our_side_and_changed_tables() -> None:
     part = part_named("7b_4k_equal+bf16_gradients+any_kernel")
     assert part.sides == ("ours",) and part.target is None
     assert part.tables == {
@@ -350,7 +350,7 @@ def fifteen(folder: Path, *words: str, **variables: str) -> tuple[int, str, Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
-def test_the_two_calls_of_the_first_fifteen_minutes(tmp_path: Path) -> None:
+def test_calls_a_and_b_of_the_gpu_script_succeed(tmp_path: Path) -> None:
     stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
     status, log, out = fifteen(tmp_path, "a", str(stand_in), CALL_S="2400")
     assert status == 0 and log.endswith("0 lines failed\n"), log
@@ -375,7 +375,7 @@ def test_the_two_calls_of_the_first_fifteen_minutes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_other_calls_of_the_script(tmp_path: Path) -> None:
+def test_other_calls_of_the_gpu_script_succeed(tmp_path: Path) -> None:
     for call in ("tests", "sanitizer", "probe", "plain,7b_4k+any_kernel"):
         status, log, out = fifteen(tmp_path, call)
         assert status == 0, log
@@ -436,7 +436,7 @@ def write_wheel(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("call", ["a", "b"])
 @pytest.mark.parametrize("has_room", [True, False])
-def test_the_limits_of_a_call_add_up_to_less_than_the_call(call: str, has_room: bool) -> None:
+def test_command_time_limits_fit_within_the_call(call: str, has_room: bool) -> None:
     """Otherwise, slow commands would leave no time for the last one. Commands that only use spare time do not count."""
     script = (BENCH / "gpu_fifteen.sh").read_text()
     (call_s,) = map(int, re.findall(rf"\b{call}\) call_s=\$\{{CALL_S:-(\d+)\}}", script))
@@ -451,7 +451,7 @@ def test_the_limits_of_a_call_add_up_to_less_than_the_call(call: str, has_room: 
     assert len(limits) >= (5 if call == "a" and has_room else 2) and sum(limits) < call_s
 
 
-def test_a_call_with_wrong_arguments(tmp_path: Path) -> None:
+def test_gpu_script_rejects_wrong_arguments(tmp_path: Path) -> None:
     script = str(BENCH / "gpu_fifteen.sh")
     for words, expected in {
         ("a",): "CALL OUT [MEGATRAIN]",
@@ -482,7 +482,7 @@ def test_terminated_bench_keeps_finished_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
+def test_every_part_runs_on_a_virtual_gpu(tmp_path: Path) -> None:
     stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
     rows = on_virtual_gpu(tmp_path, "--megatrain", str(stand_in), "--cache", str(tmp_path / "rates"))
     for part in PARTS:
@@ -512,7 +512,7 @@ def test_side_stops_at_its_time_limit_with_all_rows(tmp_path: Path) -> None:
     assert "ready after" in done.stdout and "step 1 of 1001" in done.stdout
 
 
-def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_bench_sides_start_with_cublas_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sides run matmuls before this project requests determinism, and torch reads CUBLAS_WORKSPACE_CONFIG only once."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     arguments = argparse.Namespace(
@@ -573,7 +573,7 @@ def test_incomparable_losses_do_not_abort_a_call(theirs: float, is_ok: bool, tmp
     assert row["name"] == "plain.loss.relative_to.plain" and row["ok"] is is_ok is report.all_ok
 
 
-def test_a_planned_peak_has_all_buffers() -> None:
+def test_planned_peak_includes_all_buffers() -> None:
     """A run can allocate more buffers than the minimum that a step needs."""
     nothing: dict[str, int] = {}
     home = {"gpu": {"weights": 100}}
@@ -620,7 +620,7 @@ def test_optimizer_compares_every_format_with_its_ceiling() -> None:
     assert rows["1M.1t.ratio.ours.norm_and_split_bf16grad/chain.host"]["target"] == 5.0
 
 
-def test_weights_freeze_in_bf16_and_not_in_ours() -> None:
+def test_weights_freeze_in_plain_bf16_but_not_in_ours() -> None:
     rows = {row["name"]: row["value"] for row in run("freezing")}
     assert rows["lr=1e-06.bf16_in_place.moved"] < 0.1 < 0.99 < rows["lr=1e-06.ours.moved"]
     assert rows["lr=1e-06.bf16_in_place.cosine_to_fp32_update"] < 0.5
@@ -628,7 +628,7 @@ def test_weights_freeze_in_bf16_and_not_in_ours() -> None:
 
 
 @pytest.mark.slow
-def test_overlapped_and_serial_updates_give_the_same_bits() -> None:
+def test_overlapped_and_serial_updates_are_bit_identical() -> None:
     rows = {row["name"]: row for row in run("overlap")}
     for placement in ("ram", "nvme"):
         for way, clipped in (("never", {0}), ("always", {4}), ("sometimes", {1, 2, 3})):
@@ -641,7 +641,7 @@ def test_overlapped_and_serial_updates_give_the_same_bits() -> None:
     assert rows["nvme.always.overlapped.nvme->ram.moved"]["value"] > 0  # the drive is used
 
 
-def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> None:
+def test_timeline_picture_shows_all_activities_of_a_step(tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
     command = [sys.executable, str(BENCH / "timeline.py"), "--json", *ARGUMENTS["timeline"]]
     command += ["--trace", str(trace), "--picture", str(picture)]
@@ -678,7 +678,7 @@ def test_gsm8k_training_matches_plain_hugging_face() -> None:
 
 
 @pytest.mark.slow
-def test_planned_bytes_are_moved_bytes_here_and_at_other_sizes() -> None:
+def test_planned_bytes_equal_moved_bytes_at_every_size() -> None:
     rows = {row["name"]: row for row in run("plan_accuracy")}
     for name in ("small_on_nvme", "small_on_nvme.set.tiers.ram.size=1GiB"):
         assert rows[f"{name}.predicted"]["value"] > 0 < rows[f"{name}.measured"]["value"]

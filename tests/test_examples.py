@@ -45,7 +45,7 @@ def check_folder(final: Path) -> None:
         assert torch.isfinite(model(ids).logits).all()
 
 
-def test_tiny_trains_and_teaches_and_its_folder_opens(tmp_path: Path) -> None:
+def test_tiny_example_trains_and_its_final_folder_loads(tmp_path: Path) -> None:
     done = run_example("01_tiny.toml", tmp_path, "--max-steps", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

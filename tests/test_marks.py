@@ -18,7 +18,7 @@ class _Item(SimpleNamespace):
         self.marks.append(mark.name)
 
 
-def test_cases_on_a_device_in_software_leave_some_on_a_gpu() -> None:
+def test_virtual_and_real_gpu_cases_are_sampled_separately() -> None:
     """If both kinds were sampled together, a test with fewer than 17 cases would keep only its first case."""
     items = [
         _Item(nodeid=f"tests/gpu/test_it.py::test_it[{kind}-{number}]", marks=["gpu"] if kind == "real" else [])

@@ -22,7 +22,9 @@ def code_cells() -> list[dict[str, Any]]:
     return [cell for cell in document["cells"] if cell["cell_type"] == "code"]
 
 
-def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook_cells_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cells = code_cells()
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells), "committed without outputs"
     monkeypatch.chdir(NOTEBOOK.parent)

@@ -37,7 +37,7 @@ def test_python_runs(source: str, tmp_path: Path) -> None:
         assert done.stderr == "", done.stderr
 
 
-def test_there_is_a_program_to_run() -> None:
+def test_readme_has_one_python_program() -> None:
     assert len(code_blocks("python")) == 1
 
 

@@ -57,7 +57,7 @@ def train(output: str, *changes: str) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line and "event" not in line]
 
 
-def test_a_tour(folder: Path) -> None:
+def test_tiny_run_is_bit_identical_across_placements_and_resume(folder: Path) -> None:
     losses = train("in_ram")
     assert len(losses) == 6 and losses[-1] < losses[0]
 

@@ -81,10 +81,10 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
     assert "<svg" in page.read_text(encoding="utf-8")
     again = subprocess.run([program, "init", "--example"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and "already exists" in again.stderr
-    without_the_tools(program, config)
+    assert_trains_without_tools(program, config)
 
 
-def without_the_tools(program: Path, config: Path) -> None:
+def assert_trains_without_tools(program: Path, config: Path) -> None:
     """Assert that the installed package still trains after ``embed`` and ``extras`` are deleted."""
     (package,) = (program.parent.parent / "lib").glob("python*/site-packages/megatrain")
     for name in ("embed", "extras"):

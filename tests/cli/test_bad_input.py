@@ -257,7 +257,9 @@ def test_nonfinite_gradient_ends_the_run(work: Work) -> None:
 
 @pytest.mark.parametrize("drive", ["", NVME], ids=["ram", "nvme"])
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "does not save"])
-def test_interrupt(work: Work, drive: str, saves: bool, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_exits_75_only_if_it_saved(
+    work: Work, drive: str, saves: bool, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work.file("out/notes.txt")
     work.add(drive)
     work.swap("max_steps = 1", "max_steps = 3")
@@ -281,7 +283,7 @@ def test_interrupt(work: Work, drive: str, saves: bool, cli_module: CliModule, m
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drive", ["", NVME], ids=["ram", "nvme"])
-def test_the_smallest_size_named_is_the_smallest_that_runs(work: Work, dtype: str, drive: str) -> None:
+def test_reported_minimum_size_is_the_smallest_that_runs(work: Work, dtype: str, drive: str) -> None:
     work.swap('"float32"', f'"{dtype}"')
     work.add(drive)
     result = work.run("--set", "tiers.ram.size=1KiB")

@@ -46,7 +46,7 @@ def findings(result: Result) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_all_is_well(run: SavedRun) -> None:
+def test_check_of_a_valid_run_finds_no_problems(run: SavedRun) -> None:
     result = check(run)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -90,7 +90,7 @@ def test_rows_longer_than_learned_positions(run: SavedRun) -> None:
         assert result.exit_code == 2 and message in result.output, result.output
 
 
-def test_everything_is_wrong_at_once(run: SavedRun) -> None:
+def test_check_reports_all_problems_together(run: SavedRun) -> None:
     (run.folder / "model/model.safetensors").write_bytes(b"short")
     (run.folder / "data.txt").unlink()
     result = check(run, more="[training2]\nbogus = 1\n", ram="100")
@@ -175,7 +175,7 @@ def test_mistakes(run: SavedRun, case: str) -> None:
     assert any(text in finding["text"] and finding["severity"] == "problem" for finding in found), found
 
 
-def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
+def test_warmup_longer_than_the_run_is_reported(run: SavedRun) -> None:
     words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000")
     result = check(run, "--json", *words, steps=-1)
     assert result.exit_code == 2
@@ -212,7 +212,7 @@ def test_dropped_rows_are_explained(run: SavedRun) -> None:
     assert "would end the run there" in findings(strict)["data"][-1]["text"]
 
 
-def test_a_full_drive(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_a_full_drive(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         total, used, free = 100 * MiB, 100 * MiB, 4096
 
@@ -282,7 +282,7 @@ def test_nonfinite_weights_are_named(run: SavedRun, value: float) -> None:
     assert "weights" not in findings(check(run, "--json", "--skip-weights"))
 
 
-def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
+def test_adapter_folder_is_recognized_as_an_adapter(run: SavedRun) -> None:
     """An adapter folder is recognized with and without a config.json, which peft does not write."""
     model = run.folder / "model"
     (model / "model.safetensors").rename(model / "adapter_model.safetensors")
@@ -294,7 +294,7 @@ def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
 
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification"])
-def test_a_model_of_another_task_is_named_with_the_way_to_train_it(run: SavedRun, task: str) -> None:
+def test_model_of_another_task_is_reported_with_a_remedy(run: SavedRun, task: str) -> None:
     """The model folder is saved by transformers. Its tensors differ from those of a language model."""
     import transformers
 

@@ -61,7 +61,7 @@ def run(cli_module: CliModule) -> Run:
     return lambda *words, **options: CliRunner().invoke(group, ["clean", *map(str, words)], **options)
 
 
-def test_scratch_of_a_dead_run_goes_and_its_space_is_free(tmp_path: Path, run: Run) -> None:
+def test_clean_frees_the_scratch_space_of_a_dead_run(tmp_path: Path, run: Run) -> None:
     make_store(tmp_path / "runs/a", tmp_path / "runs/b").close()
     before = allocated(tmp_path)
     listed = run(tmp_path)
@@ -77,7 +77,7 @@ def test_scratch_of_a_dead_run_goes_and_its_space_is_free(tmp_path: Path, run: R
     make_store(tmp_path / "runs/a", tmp_path / "runs/b").close()
 
 
-def test_generations_stay_and_open(tmp_path: Path, run: Run) -> None:
+def test_clean_keeps_committed_generations(tmp_path: Path, run: Run) -> None:
     with make_store(tmp_path / "a", tmp_path / "b") as store:
         store.commit({"step": 1}).wait(60)
         write(store, 2)
@@ -208,7 +208,7 @@ def test_empty_folder_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.
     assert missing.exit_code == 2 and "does not exist" in missing.stderr
 
 
-def test_a_drive_that_refuses(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_drive_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     make_store(tmp_path / "a").close()
 
     def refuse(self: Path, missing_ok: bool = False) -> None:

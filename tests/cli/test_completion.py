@@ -25,7 +25,7 @@ def test_a_script_is_printed(shell: str, tmp_path: Path) -> None:
         assert subprocess.run([program, "-n", str(script)], check=False).returncode == 0
 
 
-def test_an_unknown_shell() -> None:
+def test_completion_rejects_an_unknown_shell() -> None:
     result = CliRunner().invoke(command_group(), ["completion", "cmd"])
     assert result.exit_code == 2 and "'cmd' is not one of" in result.stderr
 

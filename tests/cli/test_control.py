@@ -77,7 +77,7 @@ def test_save_continues_and_stop_ends_the_run(run: SavedRun, start: Start) -> No
     assert f"stopped at step {last}" in run.call("status", run.out).stdout
 
 
-def test_a_living_run_locks_its_folder_again_after_the_lock_was_removed(run: SavedRun, start: Start) -> None:
+def test_live_run_relocks_its_folder_after_the_lock_is_removed(run: SavedRun, start: Start) -> None:
     """``rm -rf`` on the folder of a live run removes the lock, but may miss files that the run is writing."""
     process = start()
     (run.out / "LOCK").unlink()
@@ -114,7 +114,7 @@ def test_stop_without_checkpoints(run: SavedRun, start: Start) -> None:
     assert "nothing was saved; run it again to start from the beginning" in run.call("status", run.out).stdout
 
 
-def test_a_killed_run(run: SavedRun, start: Start) -> None:
+def test_killed_run_is_reported_and_resumes(run: SavedRun, start: Start) -> None:
     process = start(until_step=12)
     process.kill()
     process.wait(60)
@@ -148,7 +148,7 @@ def test_starting_run_gets_no_signal(run: SavedRun) -> None:
         signal.signal(signal.SIGUSR1, previous)
 
 
-def test_waiting_ends(run: SavedRun) -> None:
+def test_save_and_stop_time_out(run: SavedRun) -> None:
     """The test process locks the run's folder, and receives the signals without acting on them."""
     heard: list[int] = []
     before = {
@@ -196,7 +196,7 @@ def test_any_later_checkpoint_answers_a_save_request(
         assert result.exit_code == 1 and "no checkpoint within 0.3 s" in result.stderr
 
 
-def test_a_run_on_another_machine(run: SavedRun) -> None:
+def test_save_and_stop_refuse_a_run_on_another_machine(run: SavedRun) -> None:
     with RunFolder(run.out):
         (run.out / "LOCK").write_text("process 1 on elsewhere, since 2026-01-01\n")
         for command in ("save", "stop"):
@@ -205,7 +205,7 @@ def test_a_run_on_another_machine(run: SavedRun) -> None:
             assert "in use by process 1 on elsewhere" in result.stderr and "on that machine" in result.stderr
 
 
-def test_no_run(run: SavedRun, tmp_path: Path) -> None:
+def test_save_and_stop_reject_a_folder_without_a_run(run: SavedRun, tmp_path: Path) -> None:
     for command in ("save", "stop"):
         result = run.call(command, tmp_path)
         assert result.exit_code == 2 and "is not the folder of a run" in result.stderr

@@ -78,13 +78,15 @@ path = "{drive / "not" / "yet"}"
 
 
 @pytest.mark.slow
-def test_the_current_folder_is_measured_otherwise(call: Call, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_measures_the_current_folder_by_default(
+    call: Call, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(drive)
     assert [each["path"] for each in json.loads(call("--quick", "--json").stdout)["drives"]] == [str(drive)]
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "/proc"])
-def test_a_path_that_cannot_be_used(call: Call, path: str) -> None:
+def test_doctor_rejects_an_unusable_path(call: Call, path: str) -> None:
     result = call("--quick", path)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {path} ")

@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     return made
 
 
-def test_the_newest(run: SavedRun, tmp_path: Path) -> None:
+def test_export_writes_the_newest_checkpoint_by_default(run: SavedRun, tmp_path: Path) -> None:
     result = run.call("export", run.out, tmp_path / "out")
     assert result.exit_code == 0, result.output
     first, *others = result.output.splitlines()
@@ -41,7 +41,7 @@ def test_the_newest(run: SavedRun, tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (run.out / "final" / name).read_bytes(), name
 
 
-def test_options(run: SavedRun, tmp_path: Path) -> None:
+def test_export_options_select_dtype_shard_size_and_step(run: SavedRun, tmp_path: Path) -> None:
     folder = run.out / "checkpoints/snap/00000001"
     result = run.call(
         "export", folder, tmp_path / "out", "--dtype", "float32", "--max-shard-size", "100kB", "--step", 2, "--json"
@@ -67,7 +67,7 @@ def test_an_earlier_export_is_kept(run: SavedRun, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/export.json").read_text())["step"] == 4
 
 
-def test_the_model_is_elsewhere_now(run: SavedRun, tmp_path: Path) -> None:
+def test_export_accepts_a_moved_model_folder(run: SavedRun, tmp_path: Path) -> None:
     (run.folder / "model").rename(run.folder / "moved")
     try:
         result = run.call("export", run.out, tmp_path / "out")
@@ -99,7 +99,7 @@ def test_progress_on_a_terminal_only(run: SavedRun, tmp_path: Path) -> None:
     assert " of 497.25 KiB  model.embed_tokens" in shown and "497.25 KiB of 497.25 KiB  reading it back" in shown
 
 
-def test_a_final_model_without_checkpoints_is_named_as_whole(run: SavedRun, tmp_path: Path) -> None:
+def test_export_of_a_final_model_is_refused_as_already_exported(run: SavedRun, tmp_path: Path) -> None:
     run = run.copy(tmp_path / "w")
     assert run.call("ckpt", "rm", run.out, "--all", "--yes").exit_code == 0
     final = run.out / "final"

@@ -38,7 +38,7 @@ def with_template(run: SavedRun, tmp_path: Path) -> Path:
     return folder
 
 
-def converse(folder: Path, lines: str, *words: object) -> Result:
+def run_interactive(folder: Path, lines: str, *words: object) -> Result:
     options = ["generate", folder, "-i", "--max-new-tokens", 5, "--temperature", 0, "--set", "device=cpu", *words]
     return CliRunner().invoke(command_group(), list(map(str, options)), input=lines)
 
@@ -51,8 +51,8 @@ def generated(folder: Path, text: str, count: int = 5) -> str:
     return str(tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True))
 
 
-def test_each_line_is_continued(run: SavedRun) -> None:
-    result = converse(run.out, "Call me\n\nThe sea\n")
+def test_interactive_generation_matches_transformers(run: SavedRun) -> None:
+    result = run_interactive(run.out, "Call me\n\nThe sea\n")
     assert result.exit_code == 0, result.output
     final = run.out / "final"
     assert result.stdout == f"{generated(final, 'Call me')}\n{generated(final, 'The sea')}\n"
@@ -60,7 +60,7 @@ def test_each_line_is_continued(run: SavedRun) -> None:
     assert made.exit_code == 0 and result.stdout.startswith(json.loads(made.stdout)["completion"])
 
 
-def test_the_chat_template_sees_the_turns_before(with_template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_template_receives_previous_turns(with_template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def record(tokenizer: Any, *arguments: Any) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_the_chat_template_sees_the_turns_before(with_template: Path, monkeypatc
         return tokens
 
     monkeypatch.setattr("megatrain.extras.generation.prompt_tokens", record)
-    result = converse(with_template, "Hi\nWhy?\n", "--system", "Be brief")
+    result = run_interactive(with_template, "Hi\nWhy?\n", "--system", "Be brief")
     assert result.exit_code == 0, result.output
     asked = "<system>Be brief\n<user>Hi\n<assistant>"
     first = generated(with_template, asked)
@@ -78,13 +78,13 @@ def test_the_chat_template_sees_the_turns_before(with_template: Path, monkeypatc
 
 
 def test_wrong_use(run: SavedRun) -> None:
-    refused = converse(run.out, "Hi\n", "--prompt", "Hi")
+    refused = run_interactive(run.out, "Hi\n", "--prompt", "Hi")
     assert refused.exit_code == 2 and "--interactive reads prompts from stdin" in refused.stderr
-    refused = converse(run.out, "Hi\n", "--system", "Be brief")
+    refused = run_interactive(run.out, "Hi\n", "--system", "Be brief")
     assert refused.exit_code == 2 and "has no chat template, so it supports no system message" in refused.stderr
 
 
-def test_a_conversation_outlives_a_refused_turn_on_a_terminal(
+def test_conversation_continues_after_a_refused_turn_on_a_terminal(
     with_template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_second(tokenizer: Any, prompt: str, *rest: Any) -> torch.Tensor:
@@ -93,10 +93,10 @@ def test_a_conversation_outlives_a_refused_turn_on_a_terminal(
         return prompt_tokens(tokenizer, prompt, *rest)
 
     monkeypatch.setattr("megatrain.extras.generation.prompt_tokens", refuse_second)
-    piped = converse(with_template, "Hi\nWhy?\nHi\n")
+    piped = run_interactive(with_template, "Hi\nWhy?\nHi\n")
     assert piped.exit_code == 2 and "prompt 1: too long" in piped.stderr
     monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
-    shown = converse(with_template, "Hi\nWhy?\nSo?\n")
+    shown = run_interactive(with_template, "Hi\nWhy?\nSo?\n")
     assert shown.exit_code == 0 and "error: prompt 1: too long; the conversation is unchanged" in shown.stderr
     first = generated(with_template, "<user>Hi\n<assistant>")
     assert generated(with_template, f"<user>Hi\n<assistant>{first}\n<user>So?\n<assistant>") in shown.stdout
@@ -104,11 +104,11 @@ def test_a_conversation_outlives_a_refused_turn_on_a_terminal(
 
 def test_invalid_utf8_line_is_refused(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda prompt: "caf\udce9")
-    result = converse(run.out, "")
+    result = run_interactive(run.out, "")
     assert result.exit_code == 2 and "a line of stdin is not UTF-8" in result.stderr
 
 
-def test_other_folders_are_named(run: SavedRun, tmp_path: Path) -> None:
+def test_folders_without_a_usable_model_are_reported(run: SavedRun, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "adapter").mkdir()
     settings = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")}
@@ -121,5 +121,5 @@ def test_other_folders_are_named(run: SavedRun, tmp_path: Path) -> None:
         tmp_path / "empty": "contains no model",
         tmp_path / "adapter": f"its base model is gone: {tmp_path / 'gone'}",
     }.items():
-        result = converse(path, "Hi\n")
+        result = run_interactive(path, "Hi\n")
         assert result.exit_code == 2 and message in result.stderr, (path, result.output)

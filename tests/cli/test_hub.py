@@ -71,7 +71,7 @@ def shards(hub: FakeHub) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None:
+def test_interrupted_weight_download_is_resumed_by_the_run(machine: Machine) -> None:
     hub, config = machine.hub, machine.config()
     planned = machine.call("plan", config)
     assert planned.returncode == 0 and planned.stdout.startswith("tiny  "), planned

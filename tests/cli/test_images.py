@@ -56,7 +56,7 @@ max_steps = 2
     return result
 
 
-def test_check_plan_and_preview_know_images(run: SavedRun, folder: Path) -> None:
+def test_check_plan_and_preview_support_images(run: SavedRun, folder: Path) -> None:
     given = {"model": folder / "llava", "rows": folder / "data/rows.jsonl"}
     checked = call(run, "check", **given)
     assert checked.exit_code == 0, checked.output
@@ -72,7 +72,7 @@ def test_check_plan_and_preview_know_images(run: SavedRun, folder: Path) -> None
     assert "[[it is the whale of row 0" in shown.stdout
 
 
-def test_wrong_folders_and_rows_have_their_exit_codes(run: SavedRun, folder: Path, tmp_path: Path) -> None:
+def test_invalid_image_models_and_rows_have_specific_exit_codes(run: SavedRun, folder: Path, tmp_path: Path) -> None:
     model, rows = folder / "llava", folder / "data/rows.jsonl"
     text = call(run, "run", model=run.folder / "model", rows=rows)
     assert text.exit_code == 2 and "it does not read images" in text.output, text.output

@@ -27,7 +27,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_toml_on_stdout_and_the_rest_on_stderr(source: Path, tmp_path: Path) -> None:
+def test_import_prints_toml_to_stdout_and_notes_to_stderr(source: Path, tmp_path: Path) -> None:
     result = call(source)
     assert result.exit_code == 0, result.output
     (tmp_path / "ours.toml").write_text(result.stdout)
@@ -76,7 +76,7 @@ def test_import_lists_the_values_to_fill_in(tmp_path: Path) -> None:
         (TEXT, ("-o", "nowhere/ours.toml"), "this folder does not exist"),
     ],
 )
-def test_refused(
+def test_invalid_imports_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ python eval.py --model outputs/x
 """
 
 
-def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_script_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables, arrays, continued lines, launchers and redirections work. Values that need a shell are listed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUT", raising=False)
@@ -144,7 +144,7 @@ def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("-- llamafactory-cli train lf.yaml gradient_accumulation_steps=5", 5, 1),
     ],
 )
-def test_a_command_line(
+def test_launch_command_line_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: int, processes: int
 ) -> None:
     """The batch has the rows of all processes of the command line together, even if fewer processes train here."""

@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_file_for_this_machine(here: Path) -> None:
+def test_init_writes_a_config_for_this_machine(here: Path) -> None:
     result = call("init")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
@@ -90,7 +90,7 @@ def test_config_with_model_and_data_passes_check(here: Path) -> None:
     assert checked.exit_code == 0, checked.output
 
 
-def test_file_created_in_the_meantime_is_not_overwritten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_does_not_overwrite_a_concurrently_created_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program writes the file between the first check and the write."""
     translate_file = translate.translate_file
 
@@ -111,19 +111,19 @@ def test_file_created_in_the_meantime_is_not_overwritten(here: Path, monkeypatch
         assert Path(name).read_text() == "other"
 
 
-def test_a_hub_name_stays_a_name(here: Path) -> None:
+def test_hub_names_are_written_unchanged(here: Path) -> None:
     assert call("init", "--model", "org/model", "--data", "org/chats").exit_code == 0
     config = load_config("run.toml").config
     assert (config.model.model_name_or_path, config.data.train[0].path) == ("org/model", "org/chats")
 
 
-def test_the_option_task_takes_every_task() -> None:
+def test_task_option_accepts_every_task() -> None:
     (option,) = (each for each in cli_module("init").command.params if each.name == "task")
     assert tuple(cast("Any", option.type).choices) == tuple(TASK_FACTS), "the list is in cli/init.py"
 
 
 @pytest.mark.parametrize("task", TASK_FACTS)
-def test_rows_are_read_as_preferences_for_tasks_that_compare(here: Path, task: str) -> None:
+def test_preference_rows_are_detected_only_for_preference_tasks(here: Path, task: str) -> None:
     Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     result = call("init", "--task", task, "--data", "rows.jsonl")
     assert ("data   rows are read as preference" in result.stdout) == (task in ("dpo", "reward")), result.output
@@ -161,7 +161,7 @@ def test_every_starter_loads_without_a_warning(
         assert config.data.max_length == 256
 
 
-def test_facts_of_a_model() -> None:
+def test_model_facts_are_read_from_the_config_without_weights() -> None:
     found = model_facts("x", QUICKSTART / "model")
     assert found.num_parameters == 0 and found.max_positions == 512, "it has a config and no weights"
     assert model_facts("x", None) == model_facts("x", QUICKSTART) == ModelFacts("x")
@@ -188,7 +188,9 @@ USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
         ({"title": "x", "content": "text"}, "text", {"text": "content"}),
     ],
 )
-def test_columns_of_the_data_are_seen(here: Path, row: dict[str, object], format: str, columns: dict[str, str]) -> None:
+def test_init_detects_the_columns_of_the_data(
+    here: Path, row: dict[str, object], format: str, columns: dict[str, str]
+) -> None:
     """The config that `init` writes reads exactly these rows."""
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     result = call("init", "--data", "rows.jsonl")
@@ -217,7 +219,7 @@ def test_init_reports_unusable_data_at_once(here: Path) -> None:
         ({"prompt": "a", "completion": "b", "label": True}, "kto"),
     ],
 )
-def test_preferences_are_seen(here: Path, row: dict[str, object], loss: str) -> None:
+def test_init_detects_preference_data(here: Path, row: dict[str, object], loss: str) -> None:
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     result = call("init", "--data", "rows.jsonl")
     assert result.exit_code == 0 and "data   rows are read as preference" in result.stdout
@@ -225,7 +227,7 @@ def test_preferences_are_seen(here: Path, row: dict[str, object], loss: str) -> 
     assert config.task == "dpo" and config.preference.loss_type == loss
 
 
-def test_plain_text_is_pretrained_on(here: Path) -> None:
+def test_init_selects_pretraining_for_plain_text(here: Path) -> None:
     (here / "texts").mkdir()
     (here / "texts/a.txt").write_text("")
     (here / "texts/b.txt").write_text("Call me Ishmael.")
@@ -342,7 +344,7 @@ def test_generated_config_runs_unedited(here: Path, task: str) -> None:
     assert load_config("run.toml").config.task == task
 
 
-def test_home_in_the_paths_of_init(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_keeps_home_variable_in_paths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here / "home"))
     (here / "home").mkdir()
     (here / "home/a.txt").write_text("text")

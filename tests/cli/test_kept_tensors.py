@@ -102,7 +102,7 @@ def test_export_accepts_a_copy_of_the_model_but_not_a_changed_one(run: SavedRun,
     assert not (tmp_path / "bad").exists()
 
 
-def test_changed_kept_tensors_refuse_a_resume(run: SavedRun) -> None:
+def test_resume_with_changed_kept_tensors_is_refused(run: SavedRun) -> None:
     tensors = load_file(run.folder / "model/model.safetensors")
     name = next(name for name in tensors if "visual" in name)
     tensors[name] = tensors[name] + 1
@@ -112,7 +112,7 @@ def test_changed_kept_tensors_refuse_a_resume(run: SavedRun) -> None:
     assert "Traceback" not in result.output
 
 
-def test_texts_are_not_put_into_one_row(run: SavedRun) -> None:
+def test_explicit_packing_is_refused_for_image_text_models(run: SavedRun) -> None:
     shutil.rmtree(run.folder / "out")
     result = run.run("--set", "data.packing=true")
     assert result.exit_code == 2 and "Write data.packing = false" in result.stderr, result.output
@@ -131,7 +131,7 @@ def test_model_without_text_only_forward_is_refused(run: SavedRun) -> None:
     assert "does not run on text alone" in result.stderr and "Traceback" not in result.output
 
 
-def test_the_bits_do_not_depend_on_the_placement(run: SavedRun) -> None:
+def test_exported_weights_are_bit_identical_for_any_placement(run: SavedRun) -> None:
     finals = []
     for out, tables in (("ram", {}), ("nvme", {"placement": ON_NVME, "more": NVME})):
         more = {name: text.replace('"drive"', f'"{run.folder / "drive"}"') for name, text in tables.items()}

@@ -19,7 +19,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     return make_run(tmp_path_factory.mktemp("limits") / "w")
 
 
-def test_a_plan_for_a_larger_machine_is_made_and_marked(run: SavedRun) -> None:
+def test_plan_for_a_larger_machine_is_shown_as_not_fitting_here(run: SavedRun) -> None:
     path = run.write_config(more=NVME)
     shown = run.call("plan", path, *BEYOND)
     assert shown.exit_code == 0, shown.output
@@ -57,7 +57,7 @@ def test_check_shows_the_locations_of_drives(run: SavedRun) -> None:
 
 
 @pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is not a tmpfs here")
-def test_a_run_on_tmpfs_that_is_allowed(run: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tmpfs_drive_requires_allow_tmpfs(run: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = run.write_config(out="shm", more=NVME.replace("drive", f"{SHM}/megatrain-tier-{run.folder.parent.name}"))
     refused = run.call("run", path, "--max-steps", "1")
     assert refused.exit_code == 2 and "tiers.nvme.0.path" in refused.stderr and "allow_tmpfs = true" in refused.stderr

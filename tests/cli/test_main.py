@@ -431,7 +431,7 @@ def test_help_does_not_import_torch(cli_package: str, arguments: list[str]) -> N
     [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None")],
     ids=["by us", "by the user"],
 )
-def test_gpu_memory_grows_in_pieces_unless_the_user_chose(
+def test_expandable_segments_are_the_default_allocator_setting(
     cli_package: str, chosen: dict[str, str], expected: str
 ) -> None:
     script = (
@@ -448,7 +448,7 @@ def test_gpu_memory_grows_in_pieces_unless_the_user_chose(
     assert f"CONF {expected} False" in result.stdout
 
 
-def test_every_expected_error_exists(cli_module: CliModule) -> None:
+def test_expected_error_classes_exist(cli_module: CliModule) -> None:
     """The table names classes as text to avoid heavy imports. Without this test, a renamed class would go unnoticed."""
     for module_name, class_name, code in cli_module("main").EXPECTED_ERRORS:
         kind = getattr(importlib.import_module(module_name), class_name)
@@ -499,7 +499,7 @@ def full_drive(limit: int) -> Iterator[None]:
         sys.dont_write_bytecode = writes_no_bytecode
 
 
-def test_files_are_written_whole_or_not_at_all(cli_module: CliModule, tmp_path: Path) -> None:
+def test_write_file_is_atomic(cli_module: CliModule, tmp_path: Path) -> None:
     write_file = cli_module("main").write_file
     path, link = tmp_path / "page.html", tmp_path / "link.html"
     write_file(path, "old")
@@ -532,7 +532,7 @@ def test_files_are_written_into_pipes(tmp_path: Path) -> None:
     assert result.returncode == 0 and result.stdout.startswith("{"), result.stderr
 
 
-def test_a_file_in_a_folder_without_new_files_is_written(
+def test_write_file_falls_back_to_writing_in_place(
     cli_module: CliModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "page.html"

@@ -26,7 +26,7 @@ ATTENTION |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16
 ATTENTION |= {"num_experts_per_tok": 1, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-def make_mixing_run(folder: Path, values: dict[str, Any]) -> SavedRun:
+def make_run_with_random_model(folder: Path, values: dict[str, Any]) -> SavedRun:
     """Create a run folder with a random model that has the given config values, and return the run."""
     make_run(folder)
     model = folder / "model"
@@ -41,7 +41,7 @@ def make_mixing_run(folder: Path, values: dict[str, Any]) -> SavedRun:
 
 @pytest.fixture(scope="module")
 def scan(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    return make_mixing_run(tmp_path_factory.mktemp("scan") / "w", SCAN)
+    return make_run_with_random_model(tmp_path_factory.mktemp("scan") / "w", SCAN)
 
 
 def words_of(text: str) -> str:
@@ -74,7 +74,7 @@ def test_packing_defaults_to_off_if_documents_would_mix(scan: SavedRun) -> None:
 
 @pytest.mark.parametrize("values", [SCAN, ATTENTION], ids=lambda values: values["model_type"])
 def test_explicit_packing_is_refused_for_mixing_models(values: dict[str, Any], tmp_path: Path) -> None:
-    run = make_mixing_run(tmp_path / "w", values)
+    run = make_run_with_random_model(tmp_path / "w", values)
     for command in ("run", "plan"):
         result = run.call(command, run.write_config(), "--set", "data.packing=true")
         assert result.exit_code == 2, result.output
@@ -92,7 +92,7 @@ def test_plan_check_and_stats_report_disabled_packing(scan: SavedRun) -> None:
     assert result.exit_code == 2 and "Write data.packing = false" in words_of(result.output)
 
 
-def test_joined_texts_may_see_each_other(scan: SavedRun) -> None:
+def test_concat_packing_is_accepted_for_mixing_models(scan: SavedRun) -> None:
     result = scan.call("plan", scan.write_config(out="joined"), "--set", 'data.packing="concat"')
     assert result.exit_code == 0 and OFF not in words_of(result.output), result.output
 
@@ -104,7 +104,7 @@ def test_packing_stays_on_if_documents_are_separated(tmp_path: Path) -> None:
         assert result.exit_code == 0 and OFF not in words_of(result.output), result.output
 
 
-def test_a_new_config_leaves_it_to_the_model(scan: SavedRun, tmp_path: Path) -> None:
+def test_init_writes_no_packing_key_for_mixing_models(scan: SavedRun, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     result = scan.call("init", path, "--model", scan.folder / "model", "--data", scan.folder / "data.txt")
     assert result.exit_code == 0, result.output

@@ -56,7 +56,7 @@ def write(config: Path, rows: list[dict[str, Any]]) -> None:
     (config.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_both_answers_are_shown(config: Path) -> None:
+def test_preview_shows_chosen_and_rejected_answers(config: Path) -> None:
     shown = call("data", "preview", config, "-n", "1")
     assert shown.exit_code == 0, shown.output
     assert "row 1  chosen" in shown.stdout and "row 1  rejected" in shown.stdout
@@ -96,7 +96,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("command", ["run", "check"])
-def test_wrong_rows_are_one_message(config: Path, name: str, command: str) -> None:
+def test_invalid_preference_rows_are_reported(config: Path, name: str, command: str) -> None:
     rows, message = WRONG[name]
     write(config, rows)
     result = call(command, config)
@@ -104,7 +104,7 @@ def test_wrong_rows_are_one_message(config: Path, name: str, command: str) -> No
     assert not (config.parent / "out").exists()
 
 
-def test_a_run_and_its_report(config: Path) -> None:
+def test_dpo_run_reports_preference_metrics(config: Path) -> None:
     done = call("run", config)
     assert done.exit_code == 0, done.output
     assert "accuracy" in done.output and "margin" in done.output

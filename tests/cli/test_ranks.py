@@ -61,7 +61,7 @@ def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
     return path
 
 
-def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path) -> None:
+def test_differing_model_config_or_data_of_ranks_is_reported(made: SavedRun, tmp_path: Path) -> None:
     """Each difference gives one message, and nothing is written. If only one rank is wrong, the message names it."""
     config = made.write_config()
     elsewhere = other_config(made, made.folder / "elsewhere.toml", '"model"', '"nowhere"')
@@ -100,7 +100,7 @@ def test_a_dry_run_plans_for_the_processes(made: SavedRun) -> None:
     assert checked.exit_code == 2 and "with 16 processes each needs a micro-batch" in " ".join(checked.output.split())
 
 
-def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
+def write_token_batch_config(made: SavedRun, tokens: int, **config: Any) -> Path:
     """Write a config with the batch size in tokens instead of the micro-batch size, and return its path."""
     path = made.write_config(**config)
     text = path.read_text().replace("per_device_train_batch_size = 2", f"train_batch_tokens = {tokens}")
@@ -108,17 +108,17 @@ def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
     return path
 
 
-def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -> None:
+def test_token_batch_is_split_into_gradient_lanes(made: SavedRun, tmp_path: Path) -> None:
     """Four rows would fit into one micro-batch, but three lanes need three. Results are equal for any world size."""
     found = []
     for size in (1, 3):
         run = made.copy(tmp_path / str(size))
-        ended = launch(size, in_tokens(run, 4 * 32, steps=2), *options("training.gradient_lanes=3"))
+        ended = launch(size, write_token_batch_config(run, 4 * 32, steps=2), *options("training.gradient_lanes=3"))
         assert ended.codes == [0], ended.err
         losses, weights, *_ = read_run(run)
         found.append((losses, weights))
     assert found[0] == found[1]
-    words = ["run", in_tokens(made, 4 * 32), "--dry-run", "--processes"]
+    words = ["run", write_token_batch_config(made, 4 * 32), "--dry-run", "--processes"]
     assert made.call(*words, "3").exit_code == 0
     refused = made.call(*words, "8")
     assert refused.exit_code == 2
@@ -126,7 +126,7 @@ def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -
     assert made.call(*words, "8", *options("train_batch_tokens=256", "tiers.ram.size=1GiB")).exit_code == 0
     assert made.call(*words, "4").exit_code == 0
     # With two micro-batches, three processes are refused. Two processes are accepted, as the message says.
-    words = ["run", in_tokens(made, 2 * 32), "--dry-run", "--processes"]
+    words = ["run", write_token_batch_config(made, 2 * 32), "--dry-run", "--processes"]
     assert "or start at most 2 processes" in made.call(*words, "3").output
     assert made.call(*words, "2").exit_code == 0
 
@@ -322,7 +322,7 @@ def test_all_ranks_skip_a_checkpoint_damaged_on_one(home: str, made: SavedRun, t
     said = ended.out + ended.err
     assert "the checkpoint of step 4" in said and "cannot be used" in said and "continuing after step 2 of 6" in said
     assert run.call("ckpt", "verify", run.out).exit_code == 0
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), 6)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), 6)
 
 
 def grows(file: Path, size: int) -> bool:
@@ -352,7 +352,9 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
 
 
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
-def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds: Sequence[int]) -> None:
+def test_early_stopping_and_best_checkpoint_apply_to_all_ranks(
+    made: SavedRun, tmp_path: Path, worlds: Sequence[int]
+) -> None:
     """Evaluations match those of a run with one process, stop the run early, and choose the checkpoint to export."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = options(*SAVED, "checkpoint.load_best_model_at_end=true", "checkpoint.save_total_limit=2")
@@ -376,7 +378,7 @@ def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds
     assert read_evaluations(run) == read_evaluations(fresh) and read_run(run)[:2] == read_run(fresh)[:2]
 
 
-def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
+def assert_matches_uninterrupted_run(run: SavedRun, fresh: SavedRun, steps: int) -> None:
     """Check that a run has the same losses, gradient norms and weights as an uninterrupted run of one process."""
     go_on(fresh, 1, steps)
     assert read_run(run)[:2] == read_run(fresh)[:2]
@@ -405,13 +407,13 @@ def test_stopped_run_resumes_with_another_world_size(way: str, made: SavedRun, t
     go_on(run, 1, step + 2)
     go_on(run, 2, step + 4)
     assert saved_step(run) == step + 4
-    assert_as_unbroken(run, fresh, step + 4)
+    assert_matches_uninterrupted_run(run, fresh, step + 4)
     again = launch(2, run.write_config(steps=step + 4), *options(*SAVED))
     assert again.codes == [0] and "nothing to do" in again.err + again.out, again.err
 
 
 @pytest.mark.slow
-def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> None:
+def test_resume_with_changed_tiers_drives_and_world_size(made: SavedRun, tmp_path: Path) -> None:
     """The run is started with 1, 2, 4 and 1 processes, each time with different tiers or drives."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     (run.folder / "other").mkdir()
@@ -421,7 +423,7 @@ def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> Non
         go_on(run, size, steps, *keys)
         assert saved_step(run) == steps
         assert run.call("ckpt", "verify", run.out).exit_code == 0
-    assert_as_unbroken(run, fresh, 8)
+    assert_matches_uninterrupted_run(run, fresh, 8)
 
 
 @pytest.mark.slow
@@ -441,7 +443,7 @@ def test_externally_started_ranks_stop_together(made: SavedRun, tmp_path: Path, 
     step = saved_step(run)
     assert step is not None
     go_on(run, 2, step + 1)
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
 @pytest.mark.slow
@@ -469,10 +471,10 @@ def test_ranks_resume_from_complete_copies(worlds: Sequence[int], made: SavedRun
     assert exported.exit_code == 0, exported.output
     for file in (run.folder / "exported").glob("*.safetensors"):
         assert file.read_bytes() == (run.out / "final" / file.name).read_bytes()
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), step)
 
 
-def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
+def test_commands_find_checkpoint_files_of_all_ranks(made: SavedRun, tmp_path: Path) -> None:
     """``status``, ``clean``, ``export`` and ``ckpt`` find the checkpoint files of all ranks, even those on drives."""
     run, drive = made.copy(tmp_path / "run"), tmp_path / "run/drive"
 
@@ -508,7 +510,7 @@ def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
 IN_CI = [(2, "1:kill:all whole:2"), (3, "0:kill:document written:3")]
 
 
-def any_kill(draw: random.Random) -> tuple[int, str]:
+def draw_kill(draw: random.Random) -> tuple[int, str]:
     """Draw a number of processes, and which rank to kill at which instant, or "" for a kill at a random time."""
     size = draw.choice((1, 2, 2, 3))
     if size == 1 or draw.random() < 0.4:
@@ -527,7 +529,9 @@ def any_kill(draw: random.Random) -> tuple[int, str]:
         ),  # 316 of these 420 kills hit a run with several ranks
     ],
 )
-def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: SavedRun, tmp_path: Path) -> None:
+def test_killing_any_rank_at_any_time_loses_no_checkpoint(
+    num_kills: int, seed: int, made: SavedRun, tmp_path: Path
+) -> None:
     """Each step is saved. No kill loses or damages a checkpoint, and any number of ranks can resume."""
     run, draw, before = made.copy(tmp_path / "run"), random.Random(seed), 0
     pids = tmp_path / "pids"
@@ -535,7 +539,7 @@ def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: S
     on_drive = (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive") if num_kills else ()
     keys = options(*SAVED, "checkpoint.save_steps=1", *on_drive)
     metrics = run.out / "metrics.jsonl"
-    for size, happens in [any_kill(draw) for _ in range(num_kills)] or IN_CI:
+    for size, happens in [draw_kill(draw) for _ in range(num_kills)] or IN_CI:
         for file in pids.iterdir():
             file.unlink()
         known = metrics.stat().st_size if metrics.exists() else 0
@@ -562,7 +566,7 @@ def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: S
     assert before > 0
     for size, more in ((1, 1), (2, 2)) if num_kills else ((1, 1),):
         go_on(run, size, before + more, "checkpoint.save_steps=1", *on_drive)
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), before + more)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), before + more)
 
 
 def is_running(pid: int) -> bool:
@@ -578,7 +582,7 @@ FAILS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FAILS)
-def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path) -> None:
+def test_failing_rank_is_named_and_loses_no_checkpoint(how: str, made: SavedRun, tmp_path: Path) -> None:
     """An error, a missing heartbeat or a flipped bit gives one message that names rank 1. No checkpoint is lost."""
     run, file = made.copy(tmp_path / "run"), tmp_path / "wrong"
     happens, says = FAILS[how]
@@ -596,11 +600,11 @@ def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path
     assert run.call("ckpt", "verify", run.out).exit_code == 0
     step = saved_step(run) or 0
     go_on(run, 2, step + 1, *keys[len(SAVED) :])
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
 @pytest.mark.parametrize("on_full", ["pause", pytest.param("error", marks=pytest.mark.slow)])
-def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) -> None:
+def test_full_drive_of_one_rank_pauses_or_ends_all_ranks(on_full: str, made: SavedRun, tmp_path: Path) -> None:
     """All ranks wait and continue together, or all end. The message names the rank with the full drive."""
     run, full = made.copy(tmp_path / "run"), tmp_path / "full"
     keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", f"tiers.on_disk_full={on_full}")
@@ -624,11 +628,11 @@ def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) 
         full.unlink()
     step = saved_step(run) or 0
     go_on(run, 2, step + 1, *keys[len(SAVED) :])
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
 @pytest.mark.slow
-def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
+def test_sigterm_under_torchrun_saves_on_all_ranks(made: SavedRun, tmp_path: Path) -> None:
     """torchrun passes SIGTERM on to its processes, which save and exit with 75. torchrun itself exits with 1."""
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     run = made.copy(tmp_path / "run")
@@ -651,7 +655,7 @@ def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
     assert subprocess.run(["sh", "-c", requeue_condition(run.out)]).returncode == 0
     go_on(run, 2, step + 1)
     assert subprocess.run(["sh", "-c", requeue_condition(run.out)]).returncode != 0, "the run is done"
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
+    assert_matches_uninterrupted_run(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
 def requeue_condition(out: Path) -> str:

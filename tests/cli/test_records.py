@@ -60,13 +60,15 @@ def check(folder: Path, records: dict[str, Any], group: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "key", "value"), EXAMPLES)
-def test_a_value_of_another_kind(tmp_path: Path, cli_module: CliModule, name: str, key: str, value: Any) -> None:
+def test_record_value_of_wrong_type_causes_no_crash(
+    tmp_path: Path, cli_module: CliModule, name: str, key: str, value: Any
+) -> None:
     check(tmp_path, {**RECORDS, name: {**RECORDS[name], key: value}}, cli_module("main").command_group)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_value_at_any_place(tmp_path: Path, cli_module: CliModule, data: st.DataObject) -> None:
+def test_arbitrary_values_in_records_cause_no_crash(tmp_path: Path, cli_module: CliModule, data: st.DataObject) -> None:
     records = copy.deepcopy(RECORDS)
     tree, key = data.draw(st.sampled_from(list(places_in(records[data.draw(st.sampled_from(sorted(records)))]))))
     tree[key] = data.draw(VALUES)

@@ -121,7 +121,7 @@ def test_live_view_uses_the_available_width(cli_module: CliModule, width: int) -
     assert lines[-1] == "eval  held_out loss 1.2500 at step 1200"
 
 
-def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -> None:
+def test_live_view_shows_bars_for_loading_and_saving(cli_module: CliModule) -> None:
     activity = Activity()
     activity.begin("loading weights", num_bytes=4 * GiB)
     activity.begin_part(3, unit="model.layers.2", num_parts=12)
@@ -136,7 +136,7 @@ def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -
     assert not activity.snapshot().checkpoint_bytes
 
 
-def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
+def test_live_view_is_redrawn_during_a_step(cli_module: CliModule) -> None:
     """A separate thread draws the view from the counters of the engine. The training thread draws nothing."""
     stream, activity = io.StringIO(), Activity()
     console = Console(file=stream, force_terminal=True, width=80)
@@ -189,7 +189,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
+def test_summary_shows_mean_losses(cli_module: CliModule) -> None:
     summary = dataclasses.replace(SUMMARY, mean_losses=(2.125, 1.0625), num_averaged=10)
     assert "loss   2.1250 -> 1.0625 (means of the first and last 10 steps)" in cli_module("summary_text").summary_lines(
         summary

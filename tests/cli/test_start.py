@@ -216,7 +216,7 @@ def test_drives_are_checked_before_the_plan_and_the_data(tmp_path: Path) -> None
     assert "total MiB" not in foreign.output and not cache.exists()
 
 
-def test_a_continued_run_does_not_call_its_adapters_new(tmp_path: Path) -> None:
+def test_resumed_run_reports_adapters_from_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "w")
     lora = "[lora]\nr = 2\n"
     plan = run.call("plan", run.write_config(more=lora))

@@ -55,7 +55,7 @@ def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: 
     (path / "status.json").write_text(json.dumps(values))
 
 
-def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_status_of_a_live_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     with RunFolder(tmp_path / "out") as folder:
         write_status(folder.path, replace(STATUS, message="careful"))
         result = call(tmp_path / "out")
@@ -122,7 +122,7 @@ def test_start_of_a_finished_run_keeps_the_status(tmp_path: Path) -> None:
     assert found is not None and found.state == "training"
 
 
-def test_each_rank_of_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_status_lists_each_rank_of_a_live_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     assert STATUS.metrics is not None
     ranks = [{"tier_used_bytes": {"ram": 1 << 20}, "link_bytes": {"ram->ranks": 2 << 20}, "rss_bytes": 3 << 20}]
     metrics = replace(STATUS.metrics, ranks=[*ranks, {**ranks[0], "stall_s": {"fill": 1.5}, "is_paused": True}])
@@ -165,7 +165,7 @@ def test_status_shows_the_checkpoint_of_a_live_run(tmp_path: Path, call: Callabl
         (replace(STATUS, state="done", step=1000), 1000, "done, 1,000 steps, 3 min ago"),
     ],
 )
-def test_runs_that_ended(
+def test_status_of_ended_runs(
     tmp_path: Path, call: Callable[..., Result], status: RunStatus, saved_step: int | None, line: str
 ) -> None:
     leave(tmp_path / "out", status, saved_step=saved_step, ago=timedelta(minutes=3, seconds=20))
@@ -213,7 +213,7 @@ def test_follow_of_an_ended_run_shows_its_end_and_exit_code(
     assert result.exit_code == code and json.loads(result.stdout)["state"] == status.state
 
 
-def test_following_no_run(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_follow_rejects_a_folder_without_a_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     result = call(tmp_path, "--follow")
     assert result.exit_code == 2 and "is not the folder of a run" in result.stderr
 
@@ -227,7 +227,9 @@ def test_starting_run_does_not_show_the_previous_status(tmp_path: Path, call: Ca
         assert "starting" in call(tmp_path / "fresh").stdout, "before it wrote anything"
 
 
-def test_all_runs_below_a_folder(tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_lists_all_runs_below_a_folder(
+    tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("b/run2", "a/run1", ".hidden/run3", "a/run1/inner"):
         leave(tmp_path / name, STATUS)
     monkeypatch.chdir(tmp_path)
@@ -248,7 +250,7 @@ def test_empty_folder_is_reported(tmp_path: Path, call: Callable[..., Result], m
     assert call(tmp_path / "nowhere").exit_code == 2
 
 
-def test_a_damaged_status_of_a_dead_run_is_passed_over(tmp_path: Path, call: Callable[..., Result]) -> None:
+def test_damaged_status_of_a_dead_run_is_ignored(tmp_path: Path, call: Callable[..., Result]) -> None:
     leave(tmp_path, STATUS)
     (tmp_path / "status.json").write_text("{")
     result = call(tmp_path)
@@ -278,12 +280,12 @@ def test_last_evaluations_are_shown_for_live_and_ended_runs(tmp_path: Path, call
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7530, "2 h 5 min"), (200_000, "2 d 7 h")],
 )
-def test_durations(cli_module: CliModule, seconds: float, text: str) -> None:
+def test_durations_are_formatted(cli_module: CliModule, seconds: float, text: str) -> None:
     assert cli_module("run_state").format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize("words", [["status"], ["save"], ["stop"]])
-def test_answers_without_torch(tmp_path: Path, cli_package: str, words: list[str]) -> None:
+def test_status_imports_no_heavy_library(tmp_path: Path, cli_package: str, words: list[str]) -> None:
     leave(tmp_path / "out", STATUS, saved_step=400)
     script = (
         "import sys, runpy, atexit\n"

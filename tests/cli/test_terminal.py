@@ -146,7 +146,7 @@ def test_first_line_appears_before_heavy_imports(command: str, cli_package: str)
     assert "importing torch" in before and re.search("[\u2800-\u28ff] ", before), terminal.text
 
 
-def test_a_wrong_config_is_answered_without_torch(cli_package: str, tmp_path: Path) -> None:
+def test_invalid_config_is_reported_before_torch_is_imported(cli_package: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('task = "sft"\nlearning_rte = 1\n')
     words = python_words(cli_package, ["run", str(tmp_path / "run.toml")], AT_TORCH.replace("DO", "pass"))
     with Terminal(words, is_cold=True) as terminal:
@@ -267,7 +267,7 @@ def test_run_under_nohup_outlives_its_terminal(run: SavedRun) -> None:
 
 
 @pytest.fixture
-def stopped_at_the_end(run: SavedRun) -> Iterator[None]:
+def kill_run_at_teardown(run: SavedRun) -> Iterator[None]:
     yield
     owner = find_owner(run.out)
     if owner is not None and owner.pid is not None:
@@ -275,7 +275,7 @@ def stopped_at_the_end(run: SavedRun) -> Iterator[None]:
             os.kill(owner.pid, signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("stopped_at_the_end")
+@pytest.mark.usefixtures("kill_run_at_teardown")
 def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
     process = run.start("--set", "logging.progress=none", steps=MANY, checkpoint='save_strategy = "no"')
     while (owner := find_owner(run.out)) is None:
@@ -302,7 +302,7 @@ def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
     assert late.exit_code == 75 and "stopped at step" in late.stdout
 
 
-def test_following_a_run_that_dies(run: SavedRun) -> None:
+def test_follow_ends_if_the_run_is_killed(run: SavedRun) -> None:
     process = run.start(steps=MANY)
     try:
         while (status := read_status(run.out)) is None or not status.step:

@@ -33,7 +33,7 @@ def test_plan_lists_resident_and_streamed_blocks(run: SavedRun) -> None:
     assert 0.5 * values["totals"]["ram"] < values["process"]["tier_bytes"] <= values["totals"]["ram"], values["process"]
 
 
-def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
+def test_predicted_process_memory_includes_additional_copies(run: SavedRun) -> None:
     """A tier with free space keeps more copies than the minimum that a step needs."""
     config = run.write_config(placement=ON_NVME, more=NVME, out="streamed", steps=2)
     planned = json.loads(run.call("plan", config, "--json").stdout)
@@ -45,7 +45,7 @@ def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "is_said"),
+    ("words", "has_schedule_note"),
     [
         (("--max-steps", 3, "--set", "lr_scheduler_type=cosine"), True),
         (("--max-steps", 3), False),  # the schedule of this config is constant
@@ -54,14 +54,16 @@ def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
         (("--max-steps", 3, "--set", "lr_scheduler_type=constant_with_warmup", "--set", "warmup_steps=2"), False),
     ],
 )
-def test_max_steps_changes_the_schedule(run: SavedRun, words: tuple[str | int, ...], is_said: bool) -> None:
+def test_note_reports_a_schedule_changed_by_max_steps(
+    run: SavedRun, words: tuple[str | int, ...], has_schedule_note: bool
+) -> None:
     result = run.call("run", run.write_config(), "--dry-run", *words)
     assert result.exit_code == 0, result.output
-    assert ("note: the learning rate completes its whole schedule" in result.stderr) == is_said
+    assert ("note: the learning rate completes its whole schedule" in result.stderr) == has_schedule_note
     assert not Path(run.out).exists()
 
 
-def test_messages_name_no_page_of_the_repository() -> None:
+def test_messages_mention_no_documentation_page() -> None:
     """An installed package does not contain the documentation pages of the repository."""
     with_docstring = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = []

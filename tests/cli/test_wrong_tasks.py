@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_one_message_with_its_exit_code(made: SavedRun, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_wrong_task_is_reported_with_its_exit_code(made: SavedRun, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     command, settings, exit_code, message = WRONG[name]
     monkeypatch.chdir(made.folder)
     config = made.write_config(out=f"out of {len(name)} {name[:3]}", steps=2)
@@ -100,7 +100,7 @@ def test_one_message_with_its_exit_code(made: SavedRun, monkeypatch: pytest.Monk
     assert not (made.folder / f"out of {len(name)} {name[:3]}").exists()
 
 
-def test_prompts_and_models_that_cannot_be_continued(made: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_rejects_unusable_prompts_and_models(made: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made.folder)
     for words, exit_code, message in (
         (("positions", "-p", "Call me " * 40), 2, "more than the 64 positions of the model"),

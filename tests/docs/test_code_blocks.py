@@ -239,7 +239,7 @@ def make_chats(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder_with_finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a finished run."""
     folder = tmp_path_factory.mktemp("done") / "w"
     result = prepare(folder, "outputs/first").call("run", folder / "run.toml")
@@ -252,7 +252,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     page: str = request.param
     folder = tmp_path / "w"
     if page in WITH_A_RUN:
-        shutil.copytree(request.getfixturevalue("with_a_run"), folder, symlinks=True)
+        shutil.copytree(request.getfixturevalue("folder_with_finished_run"), folder, symlinks=True)
     else:
         prepare(folder, OUTPUT_DIRS.get(page, "outputs/first"))
     monkeypatch.chdir(folder)

@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md"])
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_have_existing_targets(name: str) -> None:
     page = ROOT / name
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", prose(page))):
@@ -69,13 +69,13 @@ def test_names_that_link_to_code_are_defined_there(name: str) -> None:
     assert name != "docs/reading.md" or len(named) > 40
 
 
-def test_the_life_of_a_layer_names_code_of_the_engine() -> None:
+def test_execution_docstring_names_existing_engine_code() -> None:
     found = set().union(*(definitions(path) for path in (ROOT / "megatrain/engine").rglob("*.py")))
     named = re.findall(r"`(\w+\.\w+)`", execution.__doc__ or "")
     assert len(named) > 8 and set(named) <= found
 
 
-def test_pages_are_linked_not_named() -> None:
+def test_mentions_of_pages_are_links() -> None:
     """If a page mentions another page, the mention is a link that a reader can follow."""
     named = [
         f"{name}: {page}"
@@ -126,7 +126,7 @@ def test_pictures_match_their_source_text() -> None:
     assert drawn >= 3
 
 
-def test_the_site_needs_no_tests() -> None:
+def test_site_links_to_no_test_files() -> None:
     """The site is also built from an sdist, which may lack tests. Links to tests become plain text, and others stay."""
     pytest.importorskip("mkdocs")
     hook = module_of("site_hook")

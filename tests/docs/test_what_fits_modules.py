@@ -29,14 +29,14 @@ def program() -> ModuleType:
     return module
 
 
-def test_the_page_has_the_table(program: ModuleType) -> None:
+def test_what_fits_page_has_the_current_module_table(program: ModuleType) -> None:
     pytest.importorskip("peft")
     page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
     assert page.endswith(f"\n{program.section()}\n"), "run python docs/what_fits_modules.py"
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-def test_counted_bytes_match_a_store(lora: bool, program: ModuleType, tmp_path: Path) -> None:
+def test_predicted_module_bytes_match_a_store(lora: bool, program: ModuleType, tmp_path: Path) -> None:
     needs = program.needs_of(program.build_module(CASES["Wan"].make, lora=lora))
     torch.manual_seed(0)
     model = CASES["Wan"].make().to(torch.bfloat16)

@@ -48,5 +48,5 @@ def run(program: Path, folder: Path, more: list[str], capsys: pytest.CaptureFixt
     return [float(found) for found in re.findall(r"^step \d+: loss (\S+)$", capsys.readouterr().out, flags=re.M)]
 
 
-def test_few_lines_are_added() -> None:
+def test_diffusion_example_adds_at_most_five_lines() -> None:
     assert len(embed_examples.marked_lines(embed_examples.source("diffusion"))) <= 5

@@ -85,7 +85,7 @@ def test_losses_match_the_plain_program(name: str) -> None:
     assert plain[-1] < plain[0] - 0.2
 
 
-def test_losses_and_weights_are_the_same_bits_as_with_everything_in_ram(name: str) -> None:
+def test_losses_and_weights_are_bit_identical_to_all_in_ram(name: str) -> None:
     runs = runs_of(name)
     assert runs.losses("unbroken") == runs.losses("in_ram")
     assert_same_bits(runs.weights["unbroken"], runs.weights["in_ram"])
@@ -113,7 +113,7 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
         assert torch.equal(found[name].view(torch.int32), numbers.view(torch.int32)), name
 
 
-def test_five_lines_are_added_at_most(name: str) -> None:
+def test_example_adds_at_most_five_lines(name: str) -> None:
     text = embed_examples.source(name)
     assert 0 < len(embed_examples.marked_lines(text)) <= 5
     assert "megatrain" not in embed_examples.plain(text), "a line that was added is not marked"

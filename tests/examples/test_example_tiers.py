@@ -72,13 +72,15 @@ def get(store: tiered.TieredStore, key: str) -> torch.Tensor:
         return lease.tensor.clone()
 
 
-@pytest.mark.parametrize(("dtype", "at_most"), [(torch.float32, 0.9), (torch.bfloat16, 0.82)])
-def test_weights_take_less_than_their_size_and_come_back(dtype: torch.dtype, at_most: float) -> None:
+@pytest.mark.parametrize(("dtype", "max_stored_fraction"), [(torch.float32, 0.9), (torch.bfloat16, 0.82)])
+def test_compressed_weights_use_less_space_and_are_restored(dtype: torch.dtype, max_stored_fraction: float) -> None:
     data = weights(700_001, dtype)
     tier = compressed.CompressedRamTier(4 * tiered.MiB)
     with tiered.TieredStore([tiered.RamTier(4 * tiered.MiB), tier]) as store:
         put(store, "layer", data)
-        assert 0.5 * data.nbytes < tier.stored_bytes < at_most * data.nbytes, tier.stored_bytes / data.nbytes
+        assert 0.5 * data.nbytes < tier.stored_bytes < max_stored_fraction * data.nbytes, (
+            tier.stored_bytes / data.nbytes
+        )
         assert torch.equal(get(store, "layer"), data)
         assert store.stats().links["ram->compressed"].path == "zlib"
         store.unregister("layer")
@@ -146,7 +148,7 @@ def test_neither_tier_links_to_a_gpu() -> None:
             tiered.TieredStore([tiered.GpuTier(1), tier])
 
 
-def test_a_commit_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_commit_keeps_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = [tiered.RamTier(tiered.MiB), compressed.CompressedRamTier(4 * tiered.MiB)]
     with tiered.TieredStore(tiers, path=str(tmp_path)) as store:
         put(store, "layer", torch.ones(1000))

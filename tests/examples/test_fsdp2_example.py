@@ -24,7 +24,7 @@ def run(which: str, folder: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
-def test_two_ranks_with_fsdp2(tmp_path: Path) -> None:
+def test_fsdp2_example_matches_the_plain_program_on_two_ranks(tmp_path: Path) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     plain = run("plain", tmp_path / "plain")

@@ -30,7 +30,7 @@ def test_slurm_requeues_a_run_that_saved_and_stopped(tmp_path: Path, code: int, 
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
-def test_jobs_run_the_command() -> None:
+def test_job_files_run_the_command() -> None:
     sky = yaml.safe_load((JOBS / "skypilot.yaml").read_text(encoding="utf-8"))
     assert set(sky["envs"]) == {"CONFIG", "SAVE_COPY"} and sky["envs"]["SAVE_COPY"].startswith("s3://")
     command = shlex.split(sky["run"])

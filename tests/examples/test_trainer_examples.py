@@ -64,7 +64,7 @@ def test_training_matches_program_without_added_lines(name: str, whole: Path, tm
         torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-6)
 
 
-def test_trains_in_less_ram_than_the_state_takes(name: str) -> None:
+def test_ram_tier_is_smaller_than_the_training_state(name: str) -> None:
     (size,) = re.findall(r'ram="(\d+)MiB"', source(name))
     assert int(size) * MiB < STATE_BYTES, "the store's RAM tier never exceeds its size: tests/tiered"
 

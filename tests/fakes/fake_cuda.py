@@ -19,7 +19,7 @@ from torch._subclasses import fake_tensor
 from torch.nn import functional
 
 from fakes.virtual_tensor import map_leaves
-from fakes.virtual_torch import give_tensors_a_guard
+from fakes.virtual_torch import register_lazy_device_guard
 from megatrain.engine.unit import bound_unit
 from megatrain.engine.unit.absent_weights import AbsentWeight, absent_weight
 
@@ -38,7 +38,7 @@ def fake_cuda() -> Iterator[None]:
 
 @contextmanager
 def _in_place() -> Iterator[None]:
-    give_tensors_a_guard()
+    register_lazy_device_guard()
     tensor_dispatch = fake_tensor.FakeTensor.__torch_dispatch__.__func__
     mode_dispatch = fake_tensor.FakeTensorMode.__torch_dispatch__
     handlers = fake_tensor._DISPATCH_META_HANDLERS

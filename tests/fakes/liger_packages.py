@@ -35,7 +35,7 @@ def _forget() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def complete_interpreter() -> None:
+def extend_triton_interpreter() -> None:
     """Add to Triton's interpreter the functions that liger-kernel needs, for the rest of the process.
 
     TRITON_INTERPRET=1 must be set before the process first imports Triton. numpy has no bfloat16, so inputs must be
@@ -51,12 +51,12 @@ def complete_interpreter() -> None:
         patch_tensor(tensor, scope)  # Triton's __index__ fails with numpy 2.5, because scalars are 1-element arrays
         scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
 
-    def with_floats(value: Any) -> Any:
+    def convert_floats_to_tensors(value: Any) -> Any:
         if not isinstance(value, float):
             return convert(value)
         return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
 
-    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patch, with_floats
+    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patch, convert_floats_to_tensors
     # libdevice functions are machine code, which the interpreter cannot run, so replace them.
     in_words = {"rsqrt": lambda x: tl.math.rsqrt(x), "tanh": lambda x: 1 - 2 / (tl.exp(2 * x) + 1)}
     for name in ("rms_norm", "geglu"):

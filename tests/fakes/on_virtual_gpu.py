@@ -56,10 +56,10 @@ def main(words: Sequence[str]) -> None:
 
 def _start(process: Any, start: Callable[..., None], command: Any, *args: Any, **options: Any) -> None:
     """Start a process like ``subprocess.Popen``, but run Python programs with this file, so they use the device."""
-    start(process, _by_way_of_this_file(command), *args, **options)
+    start(process, _run_through_this_file(command), *args, **options)
 
 
-def _by_way_of_this_file(command: Any) -> Any:
+def _run_through_this_file(command: Any) -> Any:
     if isinstance(command, str | bytes) or command[0] != sys.executable:
         return command
     words = list(command[1:])

@@ -90,11 +90,13 @@ Calls = dict[str, Callable[..., Any]]
 
 def _replacements(recorder: _Recorder) -> Calls:
     """Return replacements for ``os`` functions that record their effects, by function name."""
-    own = _making(recorder) | _renaming(recorder) | _writing(recorder) | _resizing_and_flushing(recorder)
-    return {name: _one_at_a_time(recorder, function) for name, function in own.items()}
+    own = (
+        _creation_calls(recorder) | _rename_calls(recorder) | _write_calls(recorder) | _resize_and_flush_calls(recorder)
+    )
+    return {name: _serialize_calls(recorder, function) for name, function in own.items()}
 
 
-def _one_at_a_time(recorder: _Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+def _serialize_calls(recorder: _Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         with recorder.lock:
             return function(*arguments, **options)
@@ -102,7 +104,7 @@ def _one_at_a_time(recorder: _Recorder, function: Callable[..., Any]) -> Callabl
     return call
 
 
-def _making(recorder: _Recorder) -> Calls:
+def _creation_calls(recorder: _Recorder) -> Calls:
     real = {name: getattr(os, name) for name in ("open", "mkdir", "symlink")}
 
     def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -128,7 +130,7 @@ def _making(recorder: _Recorder) -> Calls:
     return {"open": open_, "mkdir": mkdir, "symlink": symlink}
 
 
-def _renaming(recorder: _Recorder) -> Calls:
+def _rename_calls(recorder: _Recorder) -> Calls:
     removing, renaming = ("rmdir", "unlink", "remove"), ("rename", "replace")
     real = {name: getattr(os, name) for name in (*removing, *renaming, "link")}
 
@@ -166,7 +168,7 @@ def _renaming(recorder: _Recorder) -> Calls:
     return own | {"link": link}
 
 
-def _writing(recorder: _Recorder) -> Calls:
+def _write_calls(recorder: _Recorder) -> Calls:
     real = {name: getattr(os, name) for name in ("write", "writev", "pwrite", "pwritev", "sendfile")}
 
     def write(fd: int, data: Any) -> int:
@@ -201,7 +203,7 @@ def _writing(recorder: _Recorder) -> Calls:
     return {function.__name__: function for function in (write, writev, pwrite, pwritev, sendfile)}
 
 
-def _resizing_and_flushing(recorder: _Recorder) -> Calls:
+def _resize_and_flush_calls(recorder: _Recorder) -> Calls:
     flushing = ("fsync", "fdatasync")
     real = {name: getattr(os, name) for name in (*flushing, "ftruncate", "posix_fallocate")}
 

@@ -45,7 +45,7 @@ from fakes.virtual_tensor import (
     result_on_meta,
     without_modes,
 )
-from fakes.virtual_torch import attention, class_of, give_tensors_a_guard, tensor_of, to
+from fakes.virtual_torch import attention, class_of, register_lazy_device_guard, tensor_of, to
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ class VirtualCuda(LazyDevice):
     @contextmanager
     def in_place(self) -> Iterator[VirtualCuda]:
         """Replace torch's CUDA device, in this thread and in threads that start within the context."""
-        give_tensors_a_guard()
+        register_lazy_device_guard()
         _device_constructors()  # caches torch's functions for the process, before they are replaced below
         device, run = self, threading.Thread.run
 

@@ -135,7 +135,7 @@ class Allocation:
     def __del__(self) -> None:
         self.device.count(-self.nbytes)
         if self.nbytes:
-            self.device.memory.take_back(self)
+            self.device.memory.record_freed_memory(self)
 
 
 class ReusedMemory:
@@ -151,7 +151,7 @@ class ReusedMemory:
         self._lock = lock
         self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last use by stream
 
-    def take_back(self, allocation: Allocation) -> None:
+    def record_freed_memory(self, allocation: Allocation) -> None:
         """Record which queued work still uses memory that is being freed."""
         with self._lock:
             found = self._freed.setdefault(allocation.stream, {}).setdefault(allocation.nbytes, {})

@@ -86,7 +86,7 @@ def class_of(make: Callable[..., Any]) -> type:
 
 
 @functools.cache
-def give_tensors_a_guard() -> None:
+def register_lazy_device_guard() -> None:
     """Let autograd accept tensors of the device type "lazy", for which torch has no device guard.
 
     Autograd gets streams from the guard, so register the guard of meta tensors, which does nothing. The registry is an

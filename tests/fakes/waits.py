@@ -54,11 +54,14 @@ class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def counted_waits() -> Iterator[Counter[str]]:
     """Count the calling thread's operations that would make the host wait, also in a backward. Yield the counts."""
     counter = CountsWaits()
-    with counter, mock.patch.multiple(torch.Tensor, **{name: _counting(name, counter.counts) for name in METHODS}):
+    with (
+        counter,
+        mock.patch.multiple(torch.Tensor, **{name: _count_calls_of(name, counter.counts) for name in METHODS}),
+    ):
         yield counter.counts
 
 
-def _counting(name: str, counts: Counter[str]) -> Any:
+def _count_calls_of(name: str, counts: Counter[str]) -> Any:
     method = getattr(torch.Tensor, name)
 
     @wraps(method)

@@ -115,27 +115,27 @@ def saved(work: Work) -> Work:
 def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets a callback for the save of a step, before or after the saver checks for space."""
 
-    def arrange(step: int, then: Callable[[], object], *, room_was_found: bool = False) -> None:
+    def arrange(step: int, then: Callable[[], object], *, after_space_check: bool = False) -> None:
         from megatrain.checkpoint.saver import Saver
         from tiered import TieredStore
 
         saving: list[int] = []
         save, commit = Saver.save, TieredStore.commit
 
-        def save_it(self: Saver, state: Any, *arguments: Any, **options: Any) -> None:
+        def save_after_fault(self: Saver, state: Any, *arguments: Any, **options: Any) -> None:
             saving.append(state.step)
-            if state.step == step and saving.count(step) == 1 and not room_was_found:
+            if state.step == step and saving.count(step) == 1 and not after_space_check:
                 self.finish()
                 then()
             save(self, state, *arguments, **options)
 
-        def commit_it(self: TieredStore, *arguments: Any) -> Any:
-            if saving[-1] == step and saving.count(step) == 1 and room_was_found:
+        def commit_after_fault(self: TieredStore, *arguments: Any) -> Any:
+            if saving[-1] == step and saving.count(step) == 1 and after_space_check:
                 then()
             return commit(self, *arguments)
 
-        monkeypatch.setattr(Saver, "save", save_it)
-        monkeypatch.setattr(TieredStore, "commit", commit_it)
+        monkeypatch.setattr(Saver, "save", save_after_fault)
+        monkeypatch.setattr(TieredStore, "commit", commit_after_fault)
 
     return arrange
 
@@ -160,14 +160,16 @@ KEEP_ALL = {"checkpoint.save_total_limit": 9}  # otherwise the new checkpoint re
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("room_was_found", [False, True], ids=["before it starts", "in the middle"])
+@pytest.mark.parametrize("after_space_check", [False, True], ids=["before it starts", "in the middle"])
 def test_a_full_drive_can_end_the_run(
-    on_drive: Work, small_drive: Any, before_save: Callable[..., None], room_was_found: bool
+    on_drive: Work, small_drive: Any, before_save: Callable[..., None], after_space_check: bool
 ) -> None:
     changes = {"tiers.on_disk_full": "error", **KEEP_ALL}
-    before_save(3, small_drive.fill, room_was_found=room_was_found)
+    before_save(3, small_drive.fill, after_space_check=after_space_check)
     result = on_drive.run(**changes)
-    texts = ["No space left on device", "checkpoints"] if room_was_found else ["no room for a checkpoint", "min_free"]
+    texts = (
+        ["No space left on device", "checkpoints"] if after_space_check else ["no room for a checkpoint", "min_free"]
+    )
     check_failure(result, str(on_drive.folder / "out"), *texts)
     assert on_drive.steps() == [1, 2]
     assert not (on_drive.folder / "out/final").exists()
@@ -180,15 +182,15 @@ def test_a_full_drive_can_end_the_run(
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("room_was_found", [False, True], ids=["before it starts", "in the middle"])
+@pytest.mark.parametrize("after_space_check", [False, True], ids=["before it starts", "in the middle"])
 def test_a_full_drive_pauses_the_run(
-    on_drive: Work, small_drive: Any, before_save: Callable[..., None], room_was_found: bool, quick_retry: None
+    on_drive: Work, small_drive: Any, before_save: Callable[..., None], after_space_check: bool, quick_retry: None
 ) -> None:
     def fill() -> None:
         small_drive.fill()
         make_room_after(1.0, small_drive)
 
-    before_save(3, fill, room_was_found=room_was_found)
+    before_save(3, fill, after_space_check=after_space_check)
     result = on_drive.run(**KEEP_ALL)
     assert result.exit_code == 0, result.output
     assert "paused, nothing is lost" in result.stdout and "automatically" in result.stdout
@@ -217,7 +219,7 @@ def test_missing_checkpoint_space_is_reported_before_the_first_step(work: Work) 
 
 
 @pytest.fixture
-def stop_in_the_pause(monkeypatch: pytest.MonkeyPatch, before_save: Callable[..., None]) -> Callable[[int], None]:
+def stop_during_pause(monkeypatch: pytest.MonkeyPatch, before_save: Callable[..., None]) -> Callable[[int], None]:
     """Return a function that limits the free space when step 3 is saved, and sends SIGTERM while the run waits."""
     from megatrain.checkpoint import saver
 
@@ -234,11 +236,11 @@ def stop_in_the_pause(monkeypatch: pytest.MonkeyPatch, before_save: Callable[...
     return arrange
 
 
-def test_a_stop_in_the_pause_saves_into_the_space_that_stays_free(
-    work: Work, stop_in_the_pause: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+def test_stop_during_pause_saves_into_the_reserved_space(
+    work: Work, stop_during_pause: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"checkpoint.min_free_disk": "64MiB", **KEEP_ALL}
-    stop_in_the_pause(32 * MiB)
+    stop_during_pause(32 * MiB)
     result = work.run(**changes)
     assert result.exit_code == 75, result.output
     assert "paused, nothing is lost" in result.stdout
@@ -252,9 +254,9 @@ def test_a_stop_in_the_pause_saves_into_the_space_that_stays_free(
 
 
 def test_stop_without_space_reports_the_last_checkpoint(
-    work: Work, stop_in_the_pause: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    work: Work, stop_during_pause: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_in_the_pause(MiB // 8)
+    stop_during_pause(MiB // 8)
     result = work.run(**KEEP_ALL)
     assert result.exit_code == 1, result.output
     assert "step 3 cannot be saved, so the steps after 2 are lost: no room for a checkpoint" in result.stdout
@@ -278,7 +280,7 @@ def test_next_checkpoint_reuses_the_oldest_space(
 
 
 @pytest.mark.fault
-def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
+def test_drive_filled_between_checkpoints_pauses_the_run(
     on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No further line can be added to the metrics file, long before the next checkpoint is due."""
@@ -344,7 +346,7 @@ def test_the_output_dir_of_a_run_with_another_config_is_refused(saved: Work) -> 
     assert "weight_decay" in result.stdout and saved.steps() == [3, 4]
 
 
-def test_two_runs_on_one_output_dir(saved: Work) -> None:
+def test_second_run_on_a_locked_output_dir_is_refused(saved: Work) -> None:
     before = saved.files()
     with RunFolder(saved.folder / "out"):
         check_failure(saved.run(), f"'{saved.folder / 'out'}' is in use by process")
@@ -363,7 +365,7 @@ def test_the_checkpoint_of_another_model_is_refused(saved: Work) -> None:
     assert saved.files() == before
 
 
-def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
+def test_kill_while_creating_the_checkpoint_folder_is_recovered(work: Work) -> None:
     """A kill after the first document is written, but before it is renamed, leaves these two files."""
     work.checkpoints.mkdir(parents=True)
     (work.checkpoints / "LOCK").touch()
@@ -373,7 +375,7 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
     assert work.weights() == work.weights("without_faults") and work.steps() == [3, 4]
 
 
-def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_stop_signal_counts_once(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """``timeout`` and some shells send a signal to the process and then to its whole group. They are one request."""
     from megatrain.training.training_loop import TrainingLoop
 
@@ -432,7 +434,7 @@ def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str
     assert saved.files() == before
 
 
-def test_newer_format_of_the_top_file_hides_no_checkpoint(saved: Work) -> None:
+def test_newer_top_manifest_does_not_hide_checkpoints(saved: Work) -> None:
     edit(saved.checkpoints / "MANIFEST.json", lambda body: None, version=99)
     result = saved.run()
     if result.exit_code:

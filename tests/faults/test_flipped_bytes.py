@@ -140,7 +140,7 @@ def is_contents(path: Path) -> bool:
     return path.name.isdigit()
 
 
-def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
+def flip_and_check(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
     """Flip and restore one bit at a time. Count named and harmless flips, by kind of file."""
     counts: Counter[str] = Counter()
     for path, offset, bit in flips:
@@ -157,7 +157,7 @@ def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]
     return counts
 
 
-def bytes_in_turn(checkpoint: Checkpoint, every: Callable[[Path], int]) -> Iterator[tuple[Path, int, int]]:
+def sample_byte_flips(checkpoint: Checkpoint, every: Callable[[Path], int]) -> Iterator[tuple[Path, int, int]]:
     chance = random.Random(11)
     for path in checkpoint.files:
         for offset in range(chance.randrange(every(path)), path.stat().st_size, every(path)):
@@ -184,23 +184,23 @@ def check_counts(counts: Counter[str]) -> None:
 
 
 def test_flipped_bytes_are_named(small: Checkpoint) -> None:
-    check_counts(flip_and_look(small, bytes_in_turn(small, lambda path: 29 if is_contents(path) else 5)))
+    check_counts(flip_and_check(small, sample_byte_flips(small, lambda path: 29 if is_contents(path) else 5)))
 
 
 def test_flipped_bits_of_a_larger_checkpoint_are_named(large: Checkpoint) -> None:
-    check_counts(flip_and_look(large, random_bits(large, 100)))
+    check_counts(flip_and_check(large, random_bits(large, 100)))
 
 
 @pytest.mark.slow
 def test_every_flipped_byte_is_named(small: Checkpoint) -> None:
-    counts = flip_and_look(small, bytes_in_turn(small, lambda path: 1))
+    counts = flip_and_check(small, sample_byte_flips(small, lambda path: 1))
     assert counts.total() == sum(path.stat().st_size for path in small.files)
     check_counts(counts)
 
 
 @pytest.mark.slow
 def test_2500_flipped_bits_of_a_larger_checkpoint_are_named(large: Checkpoint) -> None:
-    check_counts(flip_and_look(large, random_bits(large, 2500)))
+    check_counts(flip_and_check(large, random_bits(large, 2500)))
 
 
 def damage_and_open(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]) -> Counter[str]:
@@ -220,15 +220,15 @@ def damage_and_open(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int
     return counts
 
 
-def test_a_store_opens_flipped_bytes_as_they_were_or_not_at_all(small: Checkpoint) -> None:
-    counts = damage_and_open(small, bytes_in_turn(small, lambda path: 701 if is_contents(path) else 61))
+def test_store_with_flipped_bytes_opens_unchanged_or_raises(small: Checkpoint) -> None:
+    counts = damage_and_open(small, sample_byte_flips(small, lambda path: 701 if is_contents(path) else 61))
     show(counts)
     assert counts["named"] > 20 and counts["harmless"] > 10
 
 
 @pytest.mark.slow
-def test_a_store_opens_thousands_of_flipped_bytes_as_they_were_or_not_at_all(small: Checkpoint) -> None:
-    counts = damage_and_open(small, bytes_in_turn(small, lambda path: 17 if is_contents(path) else 3))
+def test_store_with_thousands_of_flips_opens_unchanged_or_raises(small: Checkpoint) -> None:
+    counts = damage_and_open(small, sample_byte_flips(small, lambda path: 17 if is_contents(path) else 3))
     show(counts)
     assert counts.total() > 1500
 
@@ -244,12 +244,12 @@ def _cut_off(path: Path, twin: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _too_long(path: Path, twin: Path) -> None:
+def _append_bytes(path: Path, twin: Path) -> None:
     with path.open("ab") as file:
         file.write(bytes(range(1, 255)) * 40)
 
 
-def _gone(path: Path, twin: Path) -> None:
+def _delete_file(path: Path, twin: Path) -> None:
     path.unlink()
 
 
@@ -274,8 +274,8 @@ def _link_to_nothing(path: Path, twin: Path) -> None:
 _DAMAGES = [
     _empty,
     _cut_off,
-    _too_long,
-    _gone,
+    _append_bytes,
+    _delete_file,
     _of_another_generation,
     _link_to_another_generation,
     _link_to_nothing,
@@ -283,7 +283,7 @@ _DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", _DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
-def test_files_that_were_replaced_are_named(damage: Callable[[Path, Path], None], small: Checkpoint) -> None:
+def test_errors_name_replaced_files(damage: Callable[[Path, Path], None], small: Checkpoint) -> None:
     num_named = 0
     for path in small.files:
         before, was_same = path.read_bytes(), False

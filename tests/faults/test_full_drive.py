@@ -135,7 +135,7 @@ def work_and_wait(store: TieredStore) -> None:
     store.wait_idle()
 
 
-def test_full_after_a_commit_can_be_an_error_and_the_commit_stays(small_drive, tmp_path: Path) -> None:
+def test_full_drive_error_keeps_the_last_commit(small_drive, tmp_path: Path) -> None:
     with open_store(small_drive.store, "error", Notices()) as store:
         start(store)
         store.commit({"round": 1}).wait(60)
@@ -168,7 +168,7 @@ def test_failed_write_back_is_retried_once_space_is_free(small_drive, tmp_path: 
         assert same(contents(store), expected(tmp_path, 2))
 
 
-def interrupted_while_paused(drive, notices: Notices) -> None:
+def interrupt_paused_store(drive, notices: Notices) -> None:
     with open_store(drive.store, "pause", notices) as store:
         start(store)
         store.commit({"round": 1}).wait(60)
@@ -178,9 +178,9 @@ def interrupted_while_paused(drive, notices: Notices) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_full_drive_does_not_hold_up_a_run_that_is_interrupted(small_drive, quick_retry) -> None:
+def test_interrupted_run_does_not_wait_for_a_full_drive(small_drive, quick_retry) -> None:
     with pytest.raises(KeyboardInterrupt):
-        interrupted_while_paused(small_drive, Notices())
+        interrupt_paused_store(small_drive, Notices())
     assert current_generation(small_drive.store) == 1
 
 
@@ -260,7 +260,7 @@ def test_wait_for_space_can_be_aborted(small_drive, quick_retry) -> None:
     assert list(GenerationReader(small_drive.store).problems()) == []
 
 
-def test_a_directory_of_generations_can_refuse(small_drive) -> None:
+def test_generation_commit_on_a_full_drive_can_raise(small_drive) -> None:
     with memory_store(small_drive.store, "error", Notices()) as store:
         store.commit({}).wait(60)
         small_drive.fill()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.fault
 Drive = Any  # ``Drive`` in conftest.py
 
 
-def teller(recording: Recording) -> Callable[[str, int], None]:
+def make_event_recorder(recording: Recording) -> Callable[[str, int], None]:
     """Return a function that records the trainer's events between the operations on the disk."""
     return lambda what, number: recording.mark(f"{what} {number}")
 
@@ -38,7 +38,7 @@ def train(recording: Recording, layout: Layout) -> dict[int, Contents]:
 
     Blocks are changed, added, discarded and removed. The third opening rolls back to an earlier generation.
     """
-    root, history, tell = recording.root, History(), teller(recording)
+    root, history, tell = recording.root, History(), make_event_recorder(recording)
     with layout.new(root) as store:
         trainer = Trainer(store, history, tell)
         trainer.register(layout)
@@ -134,7 +134,7 @@ def choose_cuts(recording: Recording, generations: str, num: int, chance: random
 # -- cutting ---------------------------------------------------------------------------------------------------
 
 
-def remake(root: Path, disk: Disk) -> None:
+def recreate_folder(root: Path, disk: Disk) -> None:
     shutil.rmtree(root)
     root.mkdir()
     disk.make(root)
@@ -145,7 +145,7 @@ def commit_again(history: History, layout: Layout, root: Path, survival: Surviva
     found = check_newest(root, layout, history)
     expected = dict(history.expected)
     with record(root) as recording, layout.open(root) if found else layout.new(root) as store:
-        trainer = Trainer(store, History(expected), teller(recording), start=found)
+        trainer = Trainer(store, History(expected), make_event_recorder(recording), start=found)
         if not found:
             trainer.register(layout)
         trainer.change("embedding")
@@ -153,11 +153,11 @@ def commit_again(history: History, layout: Layout, root: Path, survival: Surviva
     assert recording.disk().listing() == scan(root)[0].listing(), "an operation was not recorded"
     cuts = [len(recording.operations), *(chance.randrange(len(recording.operations)) for _ in range(2))]
     for cut in cuts:
-        remake(root, cut_power(recording, cut, survival, chance))
+        recreate_folder(root, cut_power(recording, cut, survival, chance))
         check_newest(root, layout, history_at(recording, expected, cut, safe=found))
 
 
-def cut_everywhere(layout: Layout, folder: Path, num: int) -> Iterator[str]:
+def check_power_cuts(layout: Layout, folder: Path, num: int) -> Iterator[str]:
     """Cut the power of a recorded run at ``num`` points and check the surviving files. Yield the rows of a table."""
     root = folder / "recorded"
     chance = random.Random(f"{layout.name} {num}")
@@ -167,14 +167,14 @@ def cut_everywhere(layout: Layout, folder: Path, num: int) -> Iterator[str]:
     for count, (cut, survival) in enumerate(choose_cuts(recording, layout.generations, num, chance)):
         disk = cut_power(recording, cut, survival, chance)
         history = history_at(recording, expected, cut)
-        remake(root, disk)
+        recreate_folder(root, disk)
         try:
             found = check_newest(root, layout, history)
             if count % 4 == 0:
-                remake(root, disk)
+                recreate_folder(root, disk)
                 check_older(root, layout, history, found)
             elif count % 8 == 1:
-                remake(root, disk)
+                recreate_folder(root, disk)
                 commit_again(history, layout, root, survival, chance)
         except Exception as error:
             error.add_note(f"{layout.name}: cut after operation {cut} ({recording.operations[cut - 1]}), {survival}")
@@ -196,29 +196,29 @@ def _which(found: int, history: History) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_power_cut_leaves_a_whole_generation(layout: Layout, folder_in_memory: Path) -> None:
-    rows = list(cut_everywhere(layout, folder_in_memory, 32))
+    rows = list(check_power_cuts(layout, folder_in_memory, 32))
     print("\n".join(rows))
     assert sum(int(row.split()[-1]) for row in rows[1:]) == 32
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_a_power_cut_at_the_very_start_leaves_a_place_to_start(layout: Layout, folder_in_memory: Path) -> None:
+def test_power_cut_before_the_first_commit_leaves_a_usable_folder(layout: Layout, folder_in_memory: Path) -> None:
     root, chance, history = folder_in_memory / "recorded", random.Random(layout.name), History()
     root.mkdir()
     with record(root) as recording, layout.new(root) as store:
-        trainer = Trainer(store, History(), teller(recording))
+        trainer = Trainer(store, History(), make_event_recorder(recording))
         trainer.register(layout)
         trainer.commit()
     for cut in range(40):  # in these operations, directories are created and claimed
         for survival in chance.sample(SURVIVALS, 3):
-            remake(root, cut_power(recording, cut, survival, chance))
+            recreate_folder(root, cut_power(recording, cut, survival, chance))
             assert check_newest(root, layout, history) == 0, (recording.operations[cut - 1], survival)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_600_power_cuts_each_leave_a_whole_generation(layout: Layout, folder_in_memory: Path) -> None:
-    rows = list(cut_everywhere(layout, folder_in_memory, 600))
+    rows = list(check_power_cuts(layout, folder_in_memory, 600))
     print("\n".join(rows))
     assert sum(int(row.split()[-1]) for row in rows[1:]) == 600
     assert any("under way" in row for row in rows) and any("waited for" in row for row in rows)
@@ -255,7 +255,7 @@ class DoomedRun:
             self.error = error
 
 
-def cut_for_real(drive: Drive, layout: Layout, num: int, chance: random.Random) -> Counter[str]:
+def check_real_power_cuts(drive: Drive, layout: Layout, num: int, chance: random.Random) -> Counter[str]:
     """Kill a drive ``num`` times during commits, and count which generation survived."""
     history, found = History(), 0
     rows: Counter[str] = Counter()
@@ -276,7 +276,7 @@ def cut_for_real(drive: Drive, layout: Layout, num: int, chance: random.Random) 
 
 
 def test_power_cuts_of_a_real_file_system(make_drive: Callable[[int], Drive]) -> None:
-    rows = cut_for_real(make_drive(64 * MiB), LAYOUTS[-1], 3, random.Random(1))
+    rows = check_real_power_cuts(make_drive(64 * MiB), LAYOUTS[-1], 3, random.Random(1))
     print(dict(rows))
     assert rows.total() == 3
 
@@ -284,6 +284,6 @@ def test_power_cuts_of_a_real_file_system(make_drive: Callable[[int], Drive]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_many_power_cuts_of_a_real_file_system(layout: Layout, make_drive: Callable[[int], Drive]) -> None:
-    rows = cut_for_real(make_drive(64 * MiB), layout, 24, random.Random(layout.name))
+    rows = check_real_power_cuts(make_drive(64 * MiB), layout, 24, random.Random(layout.name))
     print(layout.name, dict(rows))
     assert rows.total() == 24 and rows["none, as there was none"] < 24

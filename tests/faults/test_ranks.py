@@ -30,7 +30,7 @@ KEYS = [
 
 
 @pytest.mark.slow
-def test_a_drive_of_one_rank_that_is_full_for_real(small_drive: Any, tmp_path: Path) -> None:
+def test_full_drive_of_one_rank_pauses_all_ranks(small_drive: Any, tmp_path: Path) -> None:
     """Saves need new files for changed blocks. Rank 1 has no space, so all ranks wait, and then continue together."""
     run = make_run(tmp_path / "run")
     drive = run.folder / "drive"

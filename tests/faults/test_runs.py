@@ -114,7 +114,7 @@ def check_failure(result: Result, *parts: str) -> None:
     assert "Traceback" not in result.output and "internal error" not in result.output
 
 
-def test_every_verify_mode_gives_the_same_bits_and_the_drive_is_used(work: Work) -> None:
+def test_verify_modes_write_to_the_drive_and_are_bit_identical(work: Work) -> None:
     for verify in ("off", "resume", "always"):
         result = work.run(out=verify, verify=verify)
         assert result.exit_code == 0, result.output
@@ -180,7 +180,7 @@ def test_a_read_only_drive_ends_the_run(work: Work, faults) -> None:
     check_failure(work.run(), "Read-only file system (EROFS)", "became read-only", "mount it again")
 
 
-def test_the_limit_of_wear_ends_the_run_before_it_is_passed(work: Work) -> None:
+def test_run_ends_before_exceeding_the_wear_limit(work: Work) -> None:
     counter = work.folder / "scratch/WEAR.json"
     assert work.run(out="unlimited").exit_code == 0
     once = json.loads(counter.read_text())["written_bytes"]

@@ -55,7 +55,7 @@ def test_a_path_that_was_never_fast_is_not_slow() -> None:
     assert news == [] and MiB / 0.012 <= meter.rates().usual_bytes_per_s <= MiB / 0.001
 
 
-def test_many_parts_at_once_count_their_time_once() -> None:
+def test_concurrent_transfers_count_time_once() -> None:
     clock, news = Clock(), list[str]()
     meter = PathMeter(window_bytes=64 * MiB, clock_s=clock)
     with meter.measure(MiB, is_write=False, on_slow=news.append):
@@ -72,7 +72,7 @@ def test_many_parts_at_once_count_their_time_once() -> None:
     assert rates.recent_bytes_per_s == rates.usual_bytes_per_s == 0.0, "no window is full yet"
 
 
-def test_the_slow_one_of_two_paths_is_named(tmp_path: Path, faulty_links) -> None:
+def test_notice_names_the_slow_path(tmp_path: Path, faulty_links) -> None:
     clock, notices = Clock(), list[str]()
     tier = NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB, chunk_bytes=64 * KiB, on_notice=notices.append)
     tier.meters = [PathMeter(window_bytes=256 * KiB, clock_s=clock) for _ in tier.paths]

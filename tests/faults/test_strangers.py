@@ -203,7 +203,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_absurd_headers_of_safetensors(name: str, tmp_path: Path) -> None:
+def test_malformed_safetensors_headers_are_refused(name: str, tmp_path: Path) -> None:
     names = ("dtype", "shape", "data_offsets")
     fields = {key: dict(zip(names, entry, strict=True)) for key, entry in HEADERS[name].items()}
     (tmp_path / "a.safetensors").write_bytes(header(fields, bytes(8)))
@@ -258,7 +258,7 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_ROW_BYTES", 1 << 16)
 
 
-def test_images_are_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_irregular_and_oversized_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "small").write_bytes(bytes(1 << 16))
@@ -299,7 +299,7 @@ def test_decompression_bomb_in_a_row_is_refused(name: str, tmp_path: Path, small
         list(read_file(path))
 
 
-def test_one_text_of_many_rows_is_read_row_by_row(tmp_path: Path, small_rows: None) -> None:
+def test_large_dictionary_column_is_read_row_by_row(tmp_path: Path, small_rows: None) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -338,7 +338,7 @@ def test_decompression_bomb_in_a_list_column_is_refused(rows: str, tmp_path: Pat
     assert [dict(row["rows"]) if kind else row["rows"] for _, row in (next(read), next(read))] == [lists(3), lists(300)]
 
 
-def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_group_with_lists_larger_than_ram_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A billion equal numbers in a row need only a few bytes in a file. They are refused before decompression."""
     import pyarrow
     import pyarrow.parquet
@@ -351,7 +351,7 @@ def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeyp
         list(read_file(tmp_path / "rows.parquet"))
 
 
-def test_a_list_that_unpacks_to_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_larger_than_ram_when_decompressed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BYTES_PER_LIST_CHARACTER", 1 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(json.dumps([{"text": "x" * (1 << 20)}]).encode()))
     with pytest.raises(DataError, match="too large for this machine's RAM"):
@@ -360,7 +360,7 @@ def test_a_list_that_unpacks_to_more_than_the_ram(tmp_path: Path, monkeypatch: p
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=60), suffix=st.sampled_from([".jsonl", ".json", ".csv", ".parquet", ".arrow"]))
-def test_any_bytes_are_rows_or_refused(tmp_path: Path, data: bytes, suffix: str) -> None:
+def test_arbitrary_bytes_parse_or_raise_data_error(tmp_path: Path, data: bytes, suffix: str) -> None:
     (tmp_path / f"rows{suffix}").write_bytes(data)
     with contextlib.suppress(DataError):
         list(read_file(tmp_path / f"rows{suffix}"))
@@ -378,7 +378,7 @@ def test_shown_text_has_no_control_sequences(text: str) -> None:
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]|\r(?!\n)", harmless)
 
 
-def test_texts_without_controls_stay() -> None:
+def test_text_without_control_sequences_is_unchanged() -> None:
     text = "plain, \u00fcml\u00e4ut, \u65e5\u672c\u8a9e, \U0001f600\tand\n\x1b[31mred\x1b[0m"
     assert escape_controls(text) == text
     assert escape_controls("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # redraws a line
@@ -390,7 +390,7 @@ def assert_shown(output: str) -> None:
     assert "evil" in output
 
 
-def test_names_and_rows_on_screens(tmp_path: Path, done: SavedRun) -> None:
+def test_control_sequences_in_names_and_rows_are_escaped(tmp_path: Path, done: SavedRun) -> None:
     data = tmp_path / f"{EVIL.replace('/', '')}.jsonl"
     data.write_text(json.dumps({"text": f"evil {EVIL}"}) + "\n" + json.dumps({"nothing": EVIL}) + "\n")
     config = done.write_config()
@@ -403,7 +403,7 @@ def test_names_and_rows_on_screens(tmp_path: Path, done: SavedRun) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "report", "plan"])
-def test_names_of_runs_on_screens(command: str, run: SavedRun, tmp_path: Path) -> None:
+def test_control_sequences_in_run_names_are_escaped(command: str, run: SavedRun, tmp_path: Path) -> None:
     folder = tmp_path / f"evil{CLEAR}{TITLE}"
     os.rename(run.folder, folder)
     renamed = SavedRun(folder)
@@ -415,7 +415,7 @@ def test_names_of_runs_on_screens(command: str, run: SavedRun, tmp_path: Path) -
         assert sign not in result.output, result.output
 
 
-def test_a_page_holds_names_as_text(run: SavedRun, tmp_path: Path) -> None:
+def test_html_report_escapes_names(run: SavedRun, tmp_path: Path) -> None:
     script = "<script>alert(1)</script>"
     for path in (run.out / "status.json", run.out / "metrics.jsonl", run.out / "config.resolved.toml"):
         text = path.read_text()

@@ -84,7 +84,7 @@ def test_write_limit_is_kept_without_loss(tmp_path: Path, limited: int) -> None:
             write(store, 6)
 
 
-def fill_in_turn(store: TieredStore) -> None:
+def fill_blocks_in_turn(store: TieredStore) -> None:
     for number in range(8):
         with store.acquire(f"block.{number % 4}", "ram", "w") as lease:
             lease.tensor.fill_(number)
@@ -96,10 +96,10 @@ def test_waiting_write_observes_the_limit(tmp_path: Path) -> None:
         for number in range(4):
             store.register(f"block.{number}", (NUM_BYTES,), torch.uint8, home="nvme")
         with pytest.raises(WearLimitError):
-            fill_in_turn(store)
+            fill_blocks_in_turn(store)
 
 
-def test_generations_of_blocks_at_home_in_memory_are_counted(tmp_path: Path) -> None:
+def test_commits_of_ram_blocks_are_counted_as_writes(tmp_path: Path) -> None:
     with open_store(tmp_path, limits=[3 * NUM_BYTES]) as store:
         store.register("block", (NUM_BYTES,), torch.uint8, home="ram")
         for number in range(3):
@@ -143,7 +143,7 @@ for number in range(10**6):
         total = count(tmp_path)
 
 
-def test_the_file_is_moved_ahead_in_steps(tmp_path: Path) -> None:
+def test_wear_file_is_advanced_in_steps(tmp_path: Path) -> None:
     counter = WearCounter(tmp_path, ahead_bytes=1000)
     on_disk = []
     for _ in range(30):
@@ -176,7 +176,7 @@ def test_count_is_disabled_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"written_bytes": -1}', '{"written_bytes": "many"}', "[]"])
-def test_a_count_that_cannot_be_read_is_not_taken_for_zero(tmp_path: Path, text: str) -> None:
+def test_unreadable_write_count_raises(tmp_path: Path, text: str) -> None:
     NvmeTier([tmp_path / "0"], MiB).close()
     (tmp_path / "0" / WEAR_NAME).write_text(text)
     for _ in range(2):  # the first attempt must release the lock

@@ -46,7 +46,7 @@ def test_ram_tier_pins_by_itself_and_counts_failures() -> None:
     tier.close()
 
 
-def test_bytes_go_up_and_come_back() -> None:
+def test_bytes_round_trip_between_ram_and_gpu() -> None:
     gpu, ram = GpuTier(64 * MiB), RamTier(64 * MiB)
     up, down = CudaLink(ram, gpu), CudaLink(gpu, ram)
     nbytes = 4 * NUM_ELEMENTS
@@ -64,7 +64,7 @@ def test_bytes_go_up_and_come_back() -> None:
         part.close()
 
 
-def test_a_copy_waits_for_work_recorded_on_the_slot() -> None:
+def test_copy_waits_for_recorded_slot_use() -> None:
     gpu, ram = GpuTier(64 * MiB), RamTier(64 * MiB)
     down, up = CudaLink(gpu, ram), CudaLink(ram, gpu)
     nbytes = 4 * NUM_ELEMENTS

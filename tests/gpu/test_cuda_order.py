@@ -52,7 +52,7 @@ def in_ram(store: TieredStore, key: str, value: float) -> None:
         lease.tensor.fill_(value)
 
 
-def test_bytes_leave_after_the_kernel_that_made_them(store: TieredStore) -> None:
+def test_write_back_waits_for_the_producing_kernel(store: TieredStore) -> None:
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
         busy()
@@ -61,7 +61,7 @@ def test_bytes_leave_after_the_kernel_that_made_them(store: TieredStore) -> None
         assert lease.tensor.eq(3.0).all()
 
 
-def test_a_slot_is_not_filled_again_before_its_last_reader(store: TieredStore) -> None:
+def test_slot_refill_waits_for_the_last_reader(store: TieredStore) -> None:
     seen = []
     for number in range(6):
         store.register(f"block.{number}", (N,), torch.float32, home="ram")
@@ -74,7 +74,7 @@ def test_a_slot_is_not_filled_again_before_its_last_reader(store: TieredStore) -
     assert [float(value) for value in seen] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(store: TieredStore) -> None:
+def test_write_on_another_stream_waits_for_the_last_slot_reader(store: TieredStore) -> None:
     for key in ("first", "second"):
         store.register(key, (N,), torch.float32, home="ram")
     in_ram(store, "first", 1.0)
@@ -108,7 +108,7 @@ def test_read_does_not_wait_for_a_write_back(store: TieredStore) -> None:
     assert seen.eq(4.0).all()
 
 
-def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel() -> None:
+def test_fetch_into_a_free_slot_overtakes_a_blocked_fetch() -> None:
     gpu, ram = GpuTier(4 * NBYTES), RamTier(8 * NBYTES)
     link = CudaLink(ram, gpu)
     slots, sources = [slot_of(gpu), slot_of(gpu)], [slot_of(ram), slot_of(ram)]

@@ -70,7 +70,7 @@ def failed(run: SavedRun, act: Callable[[VirtualCuda], object]) -> str:
     return error
 
 
-def goes_on(run: SavedRun, expected: tuple[bytes, int]) -> None:
+def assert_run_resumes(run: SavedRun, expected: tuple[bytes, int]) -> None:
     with virtual_gpu():
         done = run.run(**TABLES)
     assert done.exit_code == 0, done.output
@@ -78,20 +78,22 @@ def goes_on(run: SavedRun, expected: tuple[bytes, int]) -> None:
     assert weights(run) == expected[0]
 
 
-def test_another_program_takes_the_memory(model: SavedRun, tmp_path: Path, expected: tuple[bytes, int]) -> None:
+def test_gpu_memory_taken_by_another_program_is_reported(
+    model: SavedRun, tmp_path: Path, expected: tuple[bytes, int]
+) -> None:
     run = model.copy(tmp_path / "run")
 
-    def take_the_rest(device: VirtualCuda) -> None:
+    def exhaust_gpu_memory(device: VirtualCuda) -> None:
         device.others_bytes = device.total_bytes - device.allocated_bytes
 
-    error = failed(run, take_the_rest)
+    error = failed(run, exhaust_gpu_memory)
     assert "out of GPU memory" in error and "tiers.gpu.size" in error and "bytes is free" in error, error
     assert "PYTORCH_ALLOC_CONF" not in error, error
-    goes_on(run, expected)
+    assert_run_resumes(run, expected)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.45, 0.6, 0.8, 0.95])
-def test_the_device_fails_in_the_middle(
+def test_device_failure_is_reported_and_the_run_resumes(
     share: float, model: SavedRun, tmp_path: Path, expected: tuple[bytes, int]
 ) -> None:
     run = model.copy(tmp_path / "run")
@@ -102,10 +104,10 @@ def test_the_device_fails_in_the_middle(
     error = failed(run, fail_soon)
     assert "the GPU failed" in error and "illegal memory access" in error and "Xid" in error, error
     assert "asynchronously" not in error, error
-    goes_on(run, expected)
+    assert_run_resumes(run, expected)
 
 
-def test_lists_of_tensors_convert_during_and_after_the_device() -> None:
+def test_tensor_lists_convert_during_and_after_device_replacement() -> None:
     """Lists of tensors can be converted to tensors while the software device is in place, and also afterwards.
 
     Some models need these conversions. If the device replaced ``Tensor.__getitem__``, they would fail for the rest of

@@ -47,7 +47,7 @@ def test_added_rows_are_bit_identical_to_host(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_looked_up_with_the_host_s_bits(dtype: torch.dtype) -> None:
+def test_row_lookup_is_bit_identical_to_host(dtype: torch.dtype) -> None:
     matrix = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(3))
     indexes = torch.randint(0, WORDS, (5000,), generator=torch.Generator().manual_seed(4))
     found = torch.full((5000, WIDTH), torch.nan, dtype=dtype, device="cuda")

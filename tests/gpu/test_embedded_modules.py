@@ -78,7 +78,9 @@ def test_embedded_losses_match_the_plain_model(virtual: VirtualCuda | None, tmp_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_memory(dtype: torch.dtype, virtual: VirtualCuda | None, tmp_path: Path) -> None:
+def test_results_are_bit_identical_for_all_tier_sizes(
+    dtype: torch.dtype, virtual: VirtualCuda | None, tmp_path: Path
+) -> None:
     losses, weights, _ = tiered(tmp_path / "ram", dtype)
     cases: dict[str, dict[str, Any]] = {
         "tight": {"gpu": 640 * KiB},
@@ -91,7 +93,7 @@ def test_bits_do_not_depend_on_memory(dtype: torch.dtype, virtual: VirtualCuda |
         assert all(torch.equal(other_weights[key], weights[key]) for key in weights), name
 
 
-def test_the_trainer_of_transformers_on_the_device(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+def test_transformers_trainer_losses_match_the_cpu(virtual: VirtualCuda | None, tmp_path: Path) -> None:
     rows = [{"input_ids": row, "labels": row} for row in IDS.reshape(-1, IDS.shape[-1])]
 
     def losses_of(trainer_class: Any, model: Any, folder: Path, **options: Any) -> list[float]:

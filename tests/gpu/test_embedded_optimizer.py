@@ -71,7 +71,7 @@ def tiered(
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
-def test_bits_are_the_same_wherever_the_state_is(
+def test_results_are_bit_identical_for_all_state_placements(
     max_grad_norm: float, dtype: torch.dtype, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
     options = {"max_grad_norm": max_grad_norm}
@@ -163,7 +163,7 @@ class Sparse:
         return self._dense.copy_(self._numbers)
 
 
-def test_a_sparse_gradient_is_made_dense_on_the_stream_of_its_copy(virtual: VirtualCuda | None) -> None:
+def test_sparse_gradient_is_densified_on_its_copy_stream(virtual: VirtualCuda | None) -> None:
     numbers = torch.randn(64, 24)
     numbers[1:60] = 0
     there, copies = numbers.to("cuda"), DeviceCopies()
@@ -172,7 +172,7 @@ def test_a_sparse_gradient_is_made_dense_on_the_stream_of_its_copy(virtual: Virt
 
 
 @pytest.mark.usefixtures("virtual")
-def test_a_replaced_parameter_is_read_after_the_kernel_that_replaced_it() -> None:
+def test_parameter_copy_waits_for_the_last_in_place_update() -> None:
     def replaced(device: str) -> Tensor:
         model = nn.Linear(24, 8, bias=False)
         nn.init.ones_(model.weight)

@@ -42,7 +42,7 @@ def read_on_side_stream(between: Change, behind: Change = lambda *_: None, size:
     assert product.cpu().eq(2).all()
 
 
-def test_memory_that_another_stream_reads_is_refused() -> None:
+def test_reusing_memory_read_by_another_stream_raises() -> None:
     with pytest.raises(AssertionError, match="while another has work queued on them"):
         read_on_side_stream(lambda *_: None)
     torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def test_memory_that_another_stream_reads_is_refused() -> None:
     ],
     ids=["stream", "recorded", "host"],
 )
-def test_memory_that_was_waited_for_is_handed_on(between: Change) -> None:
+def test_memory_is_reused_after_waiting_for_its_readers(between: Change) -> None:
     read_on_side_stream(between)
 
 
@@ -66,13 +66,13 @@ def test_stream_that_waits_before_allocating_gets_the_memory() -> None:
     read_on_side_stream(lambda *_: None, lambda product, main, side: main.wait_stream(side))
 
 
-def test_waiting_is_passed_on() -> None:
-    def by_way_of_a_third(tensor: Tensor, main: Any, side: Any) -> None:
+def test_stream_waits_are_transitive() -> None:
+    def wait_through_a_third_stream(tensor: Tensor, main: Any, side: Any) -> None:
         third = torch.cuda.Stream()
         third.wait_stream(side)
         main.wait_stream(third)
 
-    read_on_side_stream(by_way_of_a_third)
+    read_on_side_stream(wait_through_a_third_stream)
 
 
 def test_another_stream_waits_for_previous_users_of_memory() -> None:

@@ -57,7 +57,7 @@ def step(config: Any, dtype: torch.dtype, kept: Any, **saved: Any) -> tuple[Any,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
-def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
+def test_kept_graphs_do_not_change_device_results(family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
     changes = {"max_position_embeddings": 512} if family != "gpt2" else {"n_positions": 512, "resid_pdrop": 0.1}
     config = tiny_config(family, tied=False, **changes)
     graph = build_graph(config, dtype=dtype)
@@ -74,7 +74,9 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("what", ["saved_attention", "saved_results"])
-def test_saved_results_on_a_device(what: str, family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
+def test_saved_results_do_not_change_device_results(
+    what: str, family: str, dtype: torch.dtype, virtual: VirtualCuda | None
+) -> None:
     if virtual is None and dtype == torch.float32 and what == "saved_attention":
         pytest.skip("a GPU has no fused kernel for heads that share keys in fp32: nothing could be saved")
     config = tiny_config(family, tied=False, max_position_embeddings=512)

@@ -24,7 +24,9 @@ def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_bits(name: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path) -> None:
+def test_losses_are_close_and_placements_bit_identical(
+    name: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
+) -> None:
     if virtual is not None and name != "pieces":
         pytest.skip("kernels made for a GPU run on none")
     if name == "liger":

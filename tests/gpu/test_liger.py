@@ -57,7 +57,7 @@ def test_host_waits_only_for_the_end_of_a_step(tiny_model: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("liger")
-def test_losses_and_bits(tiny_model: Path, tmp_path: Path) -> None:
+def test_losses_are_close_and_placements_bit_identical(tiny_model: Path, tmp_path: Path) -> None:
     plain = run_config(gpu_config_text(tmp_path / "plain", tiny_model, nvme=0), tmp_path / "plain", num_steps=2)
     runs: list[TieredRun] = []
     for name, placement in (("gpu", ""), ("ram", ALL_RAM), ("nvme", ALL_NVME)):

@@ -51,7 +51,7 @@ def integrated() -> Iterator[VirtualCuda]:
         yield device
 
 
-def assert_same_in_one_memory(model: Path, folder: Path, **tables: str) -> None:
+def assert_shared_memory_run_matches(model: Path, folder: Path, **tables: str) -> None:
     tables = {"precision": 'compute_dtype = "float32"', **tables}
     with virtual_gpu():
         text = gpu_config_text(folder / "two", model, gpu_bytes=GPU_TIER_BYTES, **tables)
@@ -68,11 +68,11 @@ def assert_same_in_one_memory(model: Path, folder: Path, **tables: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_shared_memory_runs_match_a_discrete_gpu(case: str, tiny_model: Path, tmp_path: Path) -> None:
-    assert_same_in_one_memory(tiny_model, tmp_path, **CASES[case])
+    assert_shared_memory_run_matches(tiny_model, tmp_path, **CASES[case])
 
 
-def test_updates_without_a_kernel_of_the_gpu_are_made_by_the_host_in_place(tiny_model: Path, tmp_path: Path) -> None:
-    assert_same_in_one_memory(tiny_model, tmp_path, **CASES["updates by the host"])
+def test_updates_without_a_gpu_kernel_run_on_the_host(tiny_model: Path, tmp_path: Path) -> None:
+    assert_shared_memory_run_matches(tiny_model, tmp_path, **CASES["updates by the host"])
 
 
 @pytest.mark.usefixtures("integrated")

@@ -11,7 +11,7 @@ from tiered.tiers import ram as slab_module
 from tiered.tiers.ram import HostSlab
 
 
-def test_a_refusal_is_not_left_for_the_next_kernel_to_report(virtual: VirtualCuda | None) -> None:
+def test_failed_page_lock_leaves_no_pending_cuda_error(virtual: VirtualCuda | None) -> None:
     slab = HostSlab(MiB, pin=True)
     assert slab.is_pinned
     assert not slab_module._register(slab.address, slab.nbytes), "is locked already"

@@ -65,7 +65,7 @@ def run(folder: Path, model: Path, dtype: str, **tables: str) -> TieredRun:
 
 
 @pytest.mark.usefixtures("virtual")
-def test_a_run_on_the_gpu_is_near_one_on_the_cpu(tiny_model: Path, tmp_path: Path) -> None:
+def test_gpu_losses_are_close_to_cpu_losses(tiny_model: Path, tmp_path: Path) -> None:
     """With the same data and weights in fp32, the losses of three steps agree within a relative error of 1e-3."""
     on_gpu = run(tmp_path / "gpu", tiny_model, "float32")
     text = config_text(tmp_path, tiny_model, precision='compute_dtype = "float32"')

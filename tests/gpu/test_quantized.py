@@ -21,7 +21,7 @@ LORA = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
 
 @pytest.mark.usefixtures("virtual")
 @pytest.mark.parametrize("method", METHODS)
-def test_unpacked_on_the_device_as_on_the_host(method: str, tmp_path: Path) -> None:
+def test_device_unpacking_is_bit_identical_to_host(method: str, tmp_path: Path) -> None:
     model, _ = quantized_pair(tmp_path, method)
     graph = build_graph(model, lora=LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",)), dtype=torch.bfloat16)
     layout = graph.layouts["model.layers.1.frozen"]

@@ -74,7 +74,7 @@ def test_gpu_homes_are_bit_identical_to_ram(
         pytest.param("float32", NO_CHECKS, marks=pytest.mark.slow),
     ],
 )
-def test_matrices_are_made_orthogonal_on_the_device(
+def test_muon_results_are_bit_identical_for_all_placements(
     dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
 ) -> None:
     """Muon's matrix products run on the device, in whichever tier the blocks have their homes.

@@ -69,7 +69,7 @@ def test_host_waits_only_for_the_end_of_a_step(
 
 
 @pytest.mark.usefixtures("virtual")
-def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
+def test_waits_are_allowed_again_after_no_waits_allowed() -> None:
     """Waits are allowed again even after the first ``no_waits_allowed`` block in a process.
 
     torch then warns after it has set the mode, and pytest turns the warning into an error.
@@ -135,7 +135,7 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
         ),  # without separate buffers, copies drop seventeen RAM slabs in every step
     ],
 )
-def test_no_step_of_a_shape_of_the_bench_allocates(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:
+def test_steps_with_bench_shapes_allocate_nothing(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:
     """Parameters, GPU memory and RAM are 1/1024 of the benchmark's."""
     case, tiers = part_named(part), {"gpu": {"size": gpu}, "ram": {"size": ram}}
     if case.uses_drive:
@@ -173,7 +173,7 @@ def memory_of(tier: GpuTier) -> dict[str, int]:
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}
 
 
-def test_the_script_for_the_checker_runs(tmp_path: Path) -> None:
+def test_compute_sanitizer_script_runs(tmp_path: Path) -> None:
     result = run_script([sys.executable, ONE_STEP, "--virtual", "--folder", tmp_path])
     assert "2 steps" in result.stdout, result.stdout + result.stderr
 

@@ -22,7 +22,7 @@ LARGE = (3_000_017, (1 << 20, 2_000_001))
 
 
 @pytest.mark.parametrize("split_master", [False, True])
-def test_bits_of_an_average_equal_the_host_kernel(split_master: bool) -> None:
+def test_weight_average_is_bit_identical_to_host(split_master: bool) -> None:
     host = WeightAverage(HOSTS["adamw"], 0.999)
     made = on_device.device_optimizer(host, torch.device("cuda"))
     for size, cuts in (*SHAPES, LARGE):
@@ -44,7 +44,7 @@ def test_bits_of_an_average_equal_the_host_kernel(split_master: bool) -> None:
 @pytest.mark.parametrize("palette", PALETTES)
 @pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
 @pytest.mark.parametrize(("size", "cuts"), [*SHAPES, LARGE])
-def test_bits_equal_the_host_kernel(
+def test_device_update_is_bit_identical_to_host(
     size: int, cuts: tuple[int, ...], split_master: bool, grad_dtype: torch.dtype, palette: str, name: str
 ) -> None:
     for grad_scale in GRAD_SCALES:

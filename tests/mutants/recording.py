@@ -71,7 +71,7 @@ def probes_of(tree: ast.AST, line: int) -> Probes | None:
     if any("njit" in ast.unparse(decorator) for node in around for decorator in node.decorator_list):
         return None
     if not around:
-        return Probes(None, tuple(sorted({_start(node) for node in functions if not _is_declared_only(node)})))
+        return Probes(None, tuple(sorted({_start(node) for node in functions if not _has_only_a_docstring(node)})))
     function = max(around, key=lambda node: node.lineno)
     statements = [
         node
@@ -82,7 +82,7 @@ def probes_of(tree: ast.AST, line: int) -> Probes | None:
     return Probes((innermost.lineno, innermost.col_offset), (_start(function),))
 
 
-def _is_declared_only(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _has_only_a_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return len(function.body) == 1 and ast.get_docstring(function, clean=False) is not None
 
 

@@ -44,7 +44,7 @@ def changed(source: str) -> dict[str, set[str]]:
         ("def f() -> None:\n    a()\n    b()", "early return", {"def f() -> None:\n    a()\n    return\n    b()"}),
     ],
 )
-def test_each_operator_makes_its_mistakes(source: str, operator: str, expected: set[str]) -> None:
+def test_each_operator_generates_the_expected_mutants(source: str, operator: str, expected: set[str]) -> None:
     assert changed(source)[operator] == expected
 
 
@@ -59,7 +59,7 @@ def test_each_operator_makes_its_mistakes(source: str, operator: str, expected: 
         "def f(a: Literal[0]) -> dict[str, int]:\n    ...",
     ],
 )
-def test_messages_annotations_and_imports_stay(source: str) -> None:
+def test_messages_annotations_and_imports_are_not_mutated(source: str) -> None:
     assert not changed(source)
 
 
@@ -67,7 +67,7 @@ def test_arguments_of_a_symmetric_function_are_not_swapped() -> None:
     assert "swapped arguments" not in changed("x = max(a, b)")
 
 
-def test_places_count_characters_and_not_bytes() -> None:
+def test_offsets_count_characters_not_bytes() -> None:
     source = 'x = "µ", a < b'
     assert changed(source)["comparison"] == {'x = "µ", a <= b'}
 

@@ -35,7 +35,7 @@ KNOWN = (
         "that a row is complete is a number on the device, so transformers never ends generating",
     ),
     (
-        "test_embedded_optimizer.py::test_a_sparse_gradient_is_made_dense_on_the_stream_of_its_copy",
+        "test_embedded_optimizer.py::test_sparse_gradient_is_densified_on_its_copy_stream",
         "integer multiplication overflow",
         "how many elements a sparse tensor has is a number on the device",
     ),
@@ -52,7 +52,7 @@ _passed_over: list[str] = []  # failed assertions of the running test
 
 
 @contextmanager
-def passing_over(text: str) -> Iterator[None]:
+def recording_failures(text: str) -> Iterator[None]:
     """Continue after a failed assertion, and record its source line ``text``."""
     try:
         yield
@@ -60,8 +60,8 @@ def passing_over(text: str) -> Iterator[None]:
         _passed_over.append(text)
 
 
-def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
-    """Wrap every assertion about a number in ``with passing_over(...)``, in the syntax tree of a module."""
+def tolerate_number_assertions(tree: ast.Module, source: str) -> None:
+    """Wrap every assertion about a number in ``with recording_failures(...)``, in the syntax tree of a module."""
     name = __name__.partition(".")[0]
 
     class Wrapped(ast.NodeTransformer):
@@ -69,7 +69,7 @@ def with_numbers_passed_over(tree: ast.Module, source: str) -> None:
             text = ast.get_source_segment(source, node) or ""
             if JUDGED.search(text):
                 return node
-            call = f"__import__({__name__!r}, fromlist=[{name!r}]).passing_over({text.splitlines()[0]!r})"
+            call = f"__import__({__name__!r}, fromlist=[{name!r}]).recording_failures({text.splitlines()[0]!r})"
             wrapped = ast.parse(f"with {call}: pass").body[0]
             assert isinstance(wrapped, ast.With)
             for each in ast.walk(wrapped):
@@ -86,7 +86,7 @@ def pytest_load_initial_conftests() -> None:
     own = rewrite.rewrite_asserts
 
     def rewritten(tree: ast.Module, source: bytes, *more: Any) -> None:
-        with_numbers_passed_over(tree, source.decode())
+        tolerate_number_assertions(tree, source.decode())
         own(tree, source, *more)
 
     rewrite.rewrite_asserts = rewritten
@@ -104,12 +104,12 @@ def is_about_numbers(kind: type[BaseException], message: str, frames: Sequence[t
     """
     if _NUMBERS.search(f"{kind.__name__}: {message}"):
         return True
-    file, line = asserting(frames)
+    file, line = assertion_frame(frames)
     is_of_a_test = Path(file).is_relative_to(TESTS) or Path(file).is_relative_to(SUITES)
     return issubclass(kind, AssertionError) and is_of_a_test and not JUDGED.search(line)
 
 
-def asserting(frames: Sequence[tuple[str, str]]) -> tuple[str, str]:
+def assertion_frame(frames: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Return (file, source line) of the innermost frame outside torch's comparison functions."""
     return next(frame for frame in reversed(frames) if not Path(frame[0]).is_relative_to(_COMPARES))
 
@@ -119,7 +119,7 @@ def known(test: str, message: str) -> str:
     return next((why for name, part, why in KNOWN if name in test and part in message), "")
 
 
-def faults_of_calls(folder: Path) -> list[str]:
+def find_call_failures(folder: Path) -> list[str]:
     """Return the failed rows, except losses and times, and the failures in the log of `bench/gpu_fifteen.sh`.
 
     `gpu.py` exits with 1 if any row is not ok. This exit status is ignored, because its rows are checked instead.
@@ -137,7 +137,7 @@ def faults_of_calls(folder: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def possible_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_norms_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make gradient norms finite and nonnegative. They come from arbitrary memory, so they could abort a step."""
     from megatrain.optim import clip
 
@@ -163,5 +163,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         if why := known(item.nodeid, message):
             report.outcome, report.wasxfail = "skipped", why
         elif is_about_numbers(call.excinfo.type, message, frames):
-            report.outcome, report.wasxfail = "skipped", f"{REACHED}: {asserting(frames)[1]}"
+            report.outcome, report.wasxfail = "skipped", f"{REACHED}: {assertion_frame(frames)[1]}"
     return report

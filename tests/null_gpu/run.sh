@@ -78,9 +78,9 @@ calls() { # the calls of gpu_fifteen.sh, at a tiny size, on an H200 and an H100
 import sys
 from pathlib import Path
 
-from null_gpu.judge import faults_of_calls
+from null_gpu.judge import find_call_failures
 
-faults = faults_of_calls(Path(sys.argv[1]))
+faults = find_call_failures(Path(sys.argv[1]))
 print(*faults, sep="\n")
 sys.exit(bool(faults))
 EOF

@@ -83,13 +83,13 @@ def main() -> int:
     order = StreamOrder()
     run = threading.Thread.run
 
-    def run_watched(thread: threading.Thread) -> None:
+    def run_with_order_checks(thread: threading.Thread) -> None:
         with order:
             run(thread)
 
     sys.argv[1:] = []  # one_step parses the remaining arguments
     with (
-        mock.patch.object(threading.Thread, "run", run_watched),
+        mock.patch.object(threading.Thread, "run", run_with_order_checks),
         # Work on the null GPU ends immediately. If events reported this, no code would wait for them.
         mock.patch.object(torch.cuda.Event, "query", return_value=False),
         mock.patch.object(DeviceBuffer, "order_before") if arguments.control else nullcontext(),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from null_gpu.judge import KNOWN, SUITES, TESTS, faults_of_calls, is_about_numbers, known
+from null_gpu.judge import KNOWN, SUITES, TESTS, find_call_failures, is_about_numbers, known
 
 pytest_plugins = ("pytester",)
 TEST, OURS = str(TESTS / "gpu" / "test_steps.py"), str(Path("/src/megatrain/engine/step.py"))
@@ -32,7 +32,7 @@ def test_number_errors_are_recognized(error: Exception, file: str, line: str, is
     assert is_about_numbers(type(error), str(error), [(OURS, "..."), (file, line)]) is is_number
 
 
-def test_a_comparison_of_torch_is_the_line_of_the_test_that_calls_it() -> None:
+def test_torch_comparison_errors_are_attributed_to_the_calling_test() -> None:
     inside = (torch.testing._comparison.__file__, "raise error_metas[0].to_error(msg)")
     for line, is_number in (("assert_close(found, expected)", True), ("assert_close(peak, planned)", False)):
         assert is_about_numbers(AssertionError, "Scalars are not close!", [(TEST, line), inside]) is is_number
@@ -79,10 +79,10 @@ def test_bench_rows_are_judged(tmp_path: Path) -> None:
     log.write_text(
         "== 3: gpu.py plain\n[3, 9 s] gpu.py plain : exit status 1 after 9 s\n[3, 9 s] 1 runs failed: gpu.py plain ;\n"
     )
-    assert not faults_of_calls(tmp_path)
+    assert not find_call_failures(tmp_path)
     with (tmp_path / "gpu.jsonl").open("a") as file:
         file.write(row("7b_4k.ours.runs", False))
     killed, late = "[3, 9 s] gpu.py plain : exit status 124 after 9 s", "[3, 9 s] profile: no time left"
     crashed, failed = "Traceback (most recent call last):", "[1, 9 s] tests: exit status 1 after 9 s"
     log.write_text("\n".join((killed, late, crashed, failed)))
-    assert faults_of_calls(tmp_path) == ["7b_4k.ours.runs", killed, late, crashed, failed]
+    assert find_call_failures(tmp_path) == ["7b_4k.ours.runs", killed, late, crashed, failed]

@@ -63,7 +63,7 @@ def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
         assert torch.equal(numbers, other[name]), name
 
 
-class Rooted(nn.Module):
+class RootParameters(nn.Module):
     """Module with parameters outside of submodules: direct, in a list and in a dict. One is empty, one is unused."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ def parametrized(kind: str) -> nn.Module:
     return nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh(), nn.Sequential(wrap(nn.Linear(8, 8)), nn.ReLU()))
 
 
-def frozen_in_part() -> nn.Module:
+def make_partly_frozen() -> nn.Module:
     """Return a module with one frozen layer and one frozen weight."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8))
     module[0].requires_grad_(False)
@@ -222,7 +222,7 @@ def frozen_in_part() -> nn.Module:
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "sequential": lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
-    "rooted": Rooted,
+    "rooted": RootParameters,
     "tied": Tied,
     "tied and read directly": lambda: Tied(reads_directly=True),
     "checkpoint": lambda: Checkpointed(reentrant=False, inside=False),
@@ -239,7 +239,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: parametrized("weight_norm"),
     "spectral_norm": lambda: parametrized("spectral_norm"),
     "orthogonal": lambda: parametrized("orthogonal"),
-    "frozen in part": frozen_in_part,
+    "frozen in part": make_partly_frozen,
 }
 
 

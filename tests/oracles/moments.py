@@ -29,7 +29,7 @@ def random_bits(seed: int, step: int, name: str, elements: range) -> NDArray[np.
     return np.array([bits(element) for element in elements], np.uint32)
 
 
-def round_at_random(values: NDArray[np.float32], bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+def round_stochastically(values: NDArray[np.float32], bits: NDArray[np.uint32]) -> NDArray[np.float32]:
     """Round stochastically to bf16: add 16 random bits below the last place, and truncate. The result is in fp32."""
     found = (values.view(np.uint32).astype(np.uint64) + bits).astype(np.uint32) & np.uint32(0xFFFF0000)
     return np.asarray(np.where(np.isnan(values), np.float32(np.nan), found.view(np.float32)), np.float32)

@@ -126,7 +126,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
     _cut(config, row)
     _place(config, row, folder)
     _evaluate(config, row, held_out)
-    return all_in_place(config) if is_plain else config
+    return keep_all_blocks_on_device(config) if is_plain else config
 
 
 def _cut(config: Config, row: Row) -> None:
@@ -177,7 +177,7 @@ def _evaluate(config: Config, row: Row, held_out: Path) -> None:
         table |= {"predict_with_generate": True, "max_predict_samples": 3, "max_new_tokens": 3, "eval_on_start": True}
 
 
-def all_in_place(config: Config) -> Config:
+def keep_all_blocks_on_device(config: Config) -> Config:
     """Return a copy of a config with all blocks in the device's memory, full recompute and no prefetch."""
     tiers = {"ram": {"size": AMPLE}} | ({"gpu": {"size": AMPLE}} if config["device"] == "cuda" else {})
     kept = {name: value for name, value in config.items() if name != "placement"}

@@ -159,7 +159,7 @@ def _chat(messages: list[dict[str, Any]], encode: Encode) -> Document:
 
 
 @torch.no_grad()
-def _rows_of_logits(model: Any, document: Document) -> tuple[Tensor, Tensor]:
+def _trained_logits(model: Any, document: Document) -> tuple[Tensor, Tensor]:
     """Return the fp64 logits for the trained tokens, [N, V], and the ids of these tokens, [N]."""
     logits = model(**document.inputs, use_cache=False).logits[0, :-1].double()
     wanted = document.trained[1:]
@@ -168,7 +168,7 @@ def _rows_of_logits(model: Any, document: Document) -> tuple[Tensor, Tensor]:
 
 def negative_log_likelihoods(model: Any, documents: Sequence[Document]) -> list[float]:
     """Return the negative log-likelihood of each document, summed over its trained tokens."""
-    found = (_rows_of_logits(model, each) for each in documents)
+    found = (_trained_logits(model, each) for each in documents)
     return [float(functional.cross_entropy(logits, labels, reduction="sum")) for logits, labels in found]
 
 
@@ -231,13 +231,15 @@ def _distilled(row: Row, place: Place, model: Any, documents: Sequence[Document]
     The temperature is 2. The divergence covers the teacher's 8 likeliest tokens, and all other tokens as one outcome.
     """
     teacher = AutoModelForCausalLM.from_pretrained(place.teacher(row["model"]), dtype=torch.float32).eval()
-    return sum(_divergence(*pair) for pair in _both(model, teacher, documents))
+    return sum(_divergence(*pair) for pair in _logits_of_model_and_teacher(model, teacher, documents))
 
 
-def _both(model: Any, teacher: Any, documents: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _logits_of_model_and_teacher(
+    model: Any, teacher: Any, documents: Sequence[Document]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for each in documents:
-        logits, labels = _rows_of_logits(model, each)
-        yield logits, labels, _rows_of_logits(teacher, each)[0]
+        logits, labels = _trained_logits(model, each)
+        yield logits, labels, _trained_logits(teacher, each)[0]
 
 
 def _divergence(logits: Tensor, labels: Tensor, teacher: Tensor) -> float:

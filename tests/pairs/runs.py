@@ -37,7 +37,7 @@ from megatrain.training import trainer
 from megatrain.training.final import FinalExport
 from megatrain.training.training_loop import TrainingLoop
 from oracles.whole_run import RunRecorder
-from pairs.configs import AMPLE, LENGTH, OBJECTS_FOLDER, WORLDS, Config, all_in_place, config_of, to_text
+from pairs.configs import AMPLE, LENGTH, OBJECTS_FOLDER, WORLDS, Config, config_of, keep_all_blocks_on_device, to_text
 from pairs.factors import Row
 from pairs.places import Place
 from processes import pair_rank
@@ -212,7 +212,7 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
             stack.enter_context(stand_in_liger())
         if config.model.compile:
             stack.enter_context(new_compiler())
-        stack.enter_context(counted_commits(end))
+        stack.enter_context(count_commits(end))
         try:
             _train(config, end, stop_after, group)
         except DoesNotFitError as error:
@@ -225,7 +225,7 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
 
 
 @contextmanager
-def counted_commits(end: RankEnd) -> Iterator[None]:
+def count_commits(end: RankEnd) -> Iterator[None]:
     """Count the checkpoints of a run."""
     commit = TieredStore.commit
 
@@ -294,7 +294,7 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
     if row["checkpoints"] == "moved":
         # A single process cannot read the drives of other hosts.
         stays = WORLDS[row["ranks"]][1] > 1 and "nvme" in config["tiers"]
-        row, config = row if stays else {**row, "ranks": "alone"}, all_in_place(config)
+        row, config = row if stays else {**row, "ranks": "alone"}, keep_all_blocks_on_device(config)
     run.starts.append(_start(run, "second", config, row, None))
     return run
 

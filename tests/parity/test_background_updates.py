@@ -26,25 +26,25 @@ def run(folder: Path, model: Path, **tables: Any) -> TieredRun:
     return run_config(config_text(folder, model, **tables), folder, num_steps=NUM_STEPS)
 
 
-class Beside:
+class DelayedMiddleUpdates:
     """Patch that delays each update of a middle layer until 20 ms after the model leases another unit's weights.
 
     Attributes:
-        went_on: For each delayed update, whether the model continued during the delay.
+        continued_during_delay: For each delayed update, whether the model continued during the delay.
         threads: Names of the threads that ran updates on the host.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.went_on: list[bool] = []
+        self.continued_during_delay: list[bool] = []
         self.threads: set[str] = set()
         self._leased = threading.Event()
         update, weights, run_updates = Updater.update, StoreAccess.weights, StoreAccess.run_updates
 
-        def held_back(updater: Updater, index: int, part: int, tier: str, *args: Any) -> None:
+        def delayed_update(updater: Updater, index: int, part: int, tier: str, *args: Any) -> None:
             if tier == "ram":
                 self.threads.add(threading.current_thread().name)
                 if index == 3:
-                    self.went_on.append(self._leased.wait(20))
+                    self.continued_during_delay.append(self._leased.wait(20))
                     time.sleep(0.02)
             update(updater, index, part, tier, *args)
 
@@ -55,22 +55,22 @@ class Beside:
                 yield tensors
             self._leased.clear()
 
-        def run_last(access: StoreAccess, *args: Any) -> None:
+        def run_remaining_updates(access: StoreAccess, *args: Any) -> None:
             self._leased.set()  # no layer runs during these updates
             run_updates(access, *args)
 
-        monkeypatch.setattr(Updater, "update", held_back)
-        monkeypatch.setattr(StoreAccess, "run_updates", run_last)
+        monkeypatch.setattr(Updater, "update", delayed_update)
+        monkeypatch.setattr(StoreAccess, "run_updates", run_remaining_updates)
         monkeypatch.setattr(StoreAccess, "weights", noted)
 
 
-def test_layers_overlap_updates_and_wait_for_their_own(
+def test_layers_overlap_updates_of_other_layers_bit_identically(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(tmp_path / "ram", tiny_model, nvme=0)
-    beside = Beside(monkeypatch)
+    beside = DelayedMiddleUpdates(monkeypatch)
     result = run(tmp_path / "gpu", tiny_model, **TABLES)
-    assert beside.went_on == [True] * NUM_STEPS
+    assert beside.continued_during_delay == [True] * NUM_STEPS
     assert len(beside.threads) == 1 and threading.main_thread().name not in beside.threads
     result.assert_same(expected)
     assert result.moved is not None

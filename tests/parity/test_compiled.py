@@ -90,7 +90,7 @@ def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dic
     return access.finish()
 
 
-def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
+def test_keeping_graphs_of_compiled_layers_is_bit_identical(tiny_model: Path, tmp_path: Path) -> None:
     keys = 'compile = true\ncompile_backend = "aot_eager"'
     kept = run(tmp_path / "kept", tiny_model, keys, nvme=0)
     again = run(tmp_path / "again", tiny_model, keys, nvme=0, training='recompute = "full"')
@@ -113,7 +113,7 @@ def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path,
         ),
     ],
 )
-def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) -> None:
+def test_compiled_layers_save_no_more_bytes_than_traced(backend: str) -> None:
     """The trace runs uncompiled layers. Compiled layers must not save more for the backward than uncompiled ones."""
     kinds = ["sliding_attention", "full_attention"] * 2
     for family, values in {"llama": {}, "gemma3_text": {"sliding_window": 8, "layer_types": kinds}}.items():
@@ -162,7 +162,7 @@ def test_evaluations_are_compiled() -> None:
     assert num_graphs() == 2  # one with gradients, one without
 
 
-def test_layers_of_another_kind_get_a_separate_graph() -> None:
+def test_each_kind_of_layer_gets_a_separate_graph() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     values = {"sliding_window": 8, "layer_types": kinds}
     plain = gradients("gemma3_text", None, **values)
@@ -172,7 +172,7 @@ def test_layers_of_another_kind_get_a_separate_graph() -> None:
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_layer_with_graph_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_layer_with_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     forward = LlamaMLP.forward
@@ -185,7 +185,7 @@ def test_layer_with_graph_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         gradients("llama", LayerCompiler("aot_eager"))
 
 
-def test_a_backend_that_fails_in_the_backward_is_named() -> None:
+def test_error_names_a_backend_that_fails_in_the_backward() -> None:
     def failing(module: Any, inputs: Any) -> Any:
         raise dynamo.exc.BackendCompilerFailed(failing, RuntimeError("no kernel for this"), None)  # as inductor does
 

@@ -51,7 +51,7 @@ def test_nonfinite_gradient_stops_the_run_without_changes(
         assert run.digests() == before
 
 
-def test_a_skipped_step_leaves_no_trace(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_step_changes_no_state(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip = {"optimizer": 'nonfinite = "skip"'}
     with steps(tmp_path / "a", tiny_model, **skip) as run, steps(tmp_path / "b", tiny_model) as clean:
         run.step()

@@ -77,7 +77,7 @@ def plain_loss(logits: Tensor, labels: Tensor, teacher: tuple[Tensor, ...], spec
 
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize(("temperature", "alpha"), [(1.0, 0.0), (2.5, 0.3)])
-def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, temperature: float, alpha: float) -> None:
+def test_chunked_logits_match_plain_torch_loss_and_gradient(rest: Rest, temperature: float, alpha: float) -> None:
     rows, spec = 9, Distillation(temperature, alpha, rest)
     generator = torch.Generator().manual_seed(1)
     logits = 4 * torch.randn(rows, VOCAB, generator=generator)
@@ -96,7 +96,7 @@ def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, tempe
         torch.testing.assert_close(found, whole.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_teacher_scores_that_cover_the_whole_vocabulary() -> None:
+def test_scores_of_the_whole_vocabulary_give_no_nan() -> None:
     """If the teacher's scores cover every vocabulary entry, the bucket for the rest is empty, and no result is NaN."""
     logits = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
     teacher = teacher_of((4,), 1.0, num_words=K)
@@ -210,7 +210,7 @@ def test_plan_includes_the_teacher_scores(
     assert predicted[0].seconds["compute"] > predicted[1].seconds["compute"] > 0
 
 
-def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
+def test_distillation_loss_decreases_and_resumes_exactly(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
     def train(folder: Path, *changes: str) -> list[float]:
         text = distill_text(folder, EXAMPLES / "quickstart/model", scores)
         wanted = ["model.train_from_scratch=true", "optimizer.learning_rate=3e-3", "checkpoint.save_steps=3", *changes]
@@ -227,7 +227,7 @@ def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path,
     assert train(tmp_path / "c", "training.max_steps=1", "distill.top_k=3")[0] != whole[0]
 
 
-def test_wrong_scores_are_refused_in_words(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
+def test_mismatched_scores_raise_clear_errors(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
     def load(*changes: str, table: str = "", given: Path = scores) -> Any:
         path = tmp_path / "run.toml"
         path.write_text(distill_text(tmp_path, tiny_model, given, table))

@@ -77,7 +77,7 @@ def assert_equals_hugging_face(config: Any, batches: Batches, plain: Any = None)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_gives_hugging_faces_loss(family: str) -> None:
+def test_every_family_matches_hugging_face_loss(family: str) -> None:
     assert_equals_hugging_face(tiny_config(family, tied=False), padded_batches())
 
 
@@ -91,7 +91,7 @@ def test_packed_documents() -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_the_loss_is_without_the_routers_auxiliary_term(family: str) -> None:
+def test_evaluation_loss_excludes_router_auxiliary_loss(family: str) -> None:
     config = tiny_config(family, output_router_logits=True, router_aux_loss_coef=0.3)
     plain = build_model(tiny_config(family))
     plain.load_state_dict(build_model(config).state_dict())
@@ -115,7 +115,7 @@ def test_evaluations_leave_training_bit_identical() -> None:
     assert runner.evaluate(padded_batches()) == first
 
 
-def test_micro_batches_without_labels_add_nothing() -> None:
+def test_micro_batches_without_labels_do_not_affect_evaluation() -> None:
     config = tiny_config("llama")
     runner, _ = make_runner(config, build_model(config))
     empty = {name: tensor.clone() for name, tensor in padded_batches()[0].items()}
@@ -143,7 +143,7 @@ def logged(run: WholeRun) -> list[tuple[int, str, float, int]]:
     return [(line["step"], line["name"], line["loss"], line["num_tokens"]) for line in lines]
 
 
-def sets_of(run: WholeRun) -> list[EvaluationSet]:
+def load_sets_of_run(run: WholeRun) -> list[EvaluationSet]:
     tokenizer = load_tokenizer(run.config.model.model_name_or_path)
     return load_evaluation_sets(resolve_evaluation(run.config), run.plan, tokenizer, lambda text: None)
 
@@ -204,12 +204,12 @@ def sampled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole
     return train(tmp_path_factory.mktemp("sampled"), tiny_model, PLACEMENTS["RAM"], evaluation=SAMPLES)
 
 
-def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: WholeRun) -> None:
+def test_samples_match_transformers(sampled: WholeRun, in_ram: WholeRun) -> None:
     assert [metrics.step for metrics in sampled.told.evaluations] == [0, 0, 3, 3, 5, 5]
     assert logged(sampled) == logged(in_ram)
     model = AutoModelForCausalLM.from_pretrained(sampled.folder / "out/final", dtype=torch.float32)
     tokenizer = load_tokenizer(sampled.config.model.model_name_or_path)
-    for each, metrics in zip(sets_of(sampled), sampled.told.evaluations[-2:], strict=True):
+    for each, metrics in zip(load_sets_of_run(sampled), sampled.told.evaluations[-2:], strict=True):
         dataset = each.loader.dataset
         starts = dataset.starts[:4]
         rows = [torch.from_numpy(dataset.tokens[a:b].astype("int64")) for a, b in itertools.pairwise(starts)]
@@ -261,7 +261,7 @@ def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whol
     return train(tmp_path_factory.mktemp("averaged"), tiny_model, {**PLACEMENTS["RAM"], **AVERAGED})
 
 
-def test_averages_are_evaluated_as_their_export_is(
+def test_average_weights_evaluate_like_their_export(
     tiny_model: Path, tmp_path: Path, averaged: WholeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers layouts that are cut into parts, including layers with one weight block but several average blocks."""
@@ -292,7 +292,7 @@ def exported(run: WholeRun, folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_averages_that_do_not_fit_are_refused(averaged: WholeRun) -> None:
+def test_averages_that_do_not_fit_raise_with_required_ram(averaged: WholeRun) -> None:
     """The error states a RAM size that is sufficient."""
     plan = averaged.plan
 
@@ -314,9 +314,9 @@ def train_plan(folder: Path, without: WholeRun) -> Plan:
     return plan_run(resolve(plain))
 
 
-def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: WholeRun) -> None:
+def test_last_evaluation_matches_hugging_face_on_the_export(in_ram: WholeRun) -> None:
     model = AutoModelForCausalLM.from_pretrained(in_ram.folder / "out/final", dtype=torch.float32)
-    for each, metrics in zip(sets_of(in_ram), in_ram.told.evaluations[-2:], strict=True):
+    for each, metrics in zip(load_sets_of_run(in_ram), in_ram.told.evaluations[-2:], strict=True):
         batches = [batch for micro_batches in each.passes() for batch in micro_batches]
         labelled = [batch for batch in batches if (batch["labels"] != -100).any()]
         expected, num_tokens = evaluate(model, labelled)
@@ -327,14 +327,14 @@ def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Whol
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) -> None:
+def test_next_evaluation_step_is_known_at_every_step(in_ram: WholeRun) -> None:
     """The next evaluation must be known at any step, because each checkpoint restarts the schedule."""
     unused: Any = None
     evaluator = Evaluator(
         resolve_evaluation(in_ram.config),
         in_ram.plan,
         unused,
-        sets_of(in_ram),
+        load_sets_of_run(in_ram),
         unused,
         timeline=unused,
         activity=unused,
@@ -358,7 +358,7 @@ def test_resumed_run_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, 
     assert done.losses == in_ram.losses and done.weights == in_ram.weights
 
 
-def test_an_evaluation_that_is_cut_off_is_finished_later(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
+def test_interrupted_evaluation_is_completed_on_resume(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=3, stop_at="held_out")
     assert logged(stopped) == logged(in_ram)[:3]
     done = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"])
@@ -372,7 +372,7 @@ def test_evaluations_and_checkpoints_at_the_same_and_other_steps(
     run = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], more="save_steps = 1\nsave_total_limit = 1")
     assert run.losses == in_ram.losses and run.weights == in_ram.weights and logged(run) == logged(in_ram)
     each_step = run.plan.placement.run_traffic_bytes(1)
-    passes = count_pass_traffic(run.plan, 3 * sum(each.num_passes for each in sets_of(run)))
+    passes = count_pass_traffic(run.plan, 3 * sum(each.num_passes for each in load_sets_of_run(run)))
     assert run.summary.link_bytes == {link: NUM_STEPS * each_step[link] + passes[link] for link in passes}
 
 

@@ -58,7 +58,7 @@ OTHER_FAMILIES = ("mixtral", "deepseek_v3", "qwen3_next")
 
 
 @pytest.fixture(autouse=True)
-def single_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def split_every_expert(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split the fused experts of the tiny models, so that each expert is a separate unit."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     before = torch.get_num_threads()
@@ -73,7 +73,7 @@ def _parts(graph: ModelGraph) -> list[ExpertsPart]:
     return [unit.module for unit in graph.units if isinstance(unit.module, ExpertsPart)]
 
 
-def _assert_only_experts_stayed(moved: Mapping[str, int], planned: Mapping[str, int], program: StepProgram) -> None:
+def _assert_only_experts_moved_less(moved: Mapping[str, int], planned: Mapping[str, int], program: StepProgram) -> None:
     """Assert that no link moved more than planned, and that only whole blocks of experts were not moved."""
     of_experts = math.gcd(*(block.nbytes for key, block in program.blocks.items() if ".experts." in key))
     for link, nbytes in moved.items():
@@ -161,7 +161,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mixture(tmp_path_factory.mktemp("mixture"))
 
 
-def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
+def test_split_experts_need_no_more_ram_than_whole_layers(tmp_path: Path) -> None:
     """Split layers need more only for tensors that they keep between units, and for rounding block sizes to pages.
 
     In this family, attention also returns its attention weights, [rows, heads, S, S]. No code reads them, so they must
@@ -170,7 +170,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
     model = write_mixture(tmp_path / "model", "gpt_oss")
     plans: dict[bool, Plan] = {}
 
-    def least_ram(*, is_split: bool, changes: Sequence[str]) -> int:
+    def find_min_ram(*, is_split: bool, changes: Sequence[str]) -> int:
         write = split_config if is_split else config_text
         text = write(tmp_path, model, nvme=0, precision='compute_dtype = "bfloat16"')
         (tmp_path / "run.toml").write_text(text.replace("max_length = 64", "max_length = 128"))
@@ -192,7 +192,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         ("precision.grad_dtype=bfloat16",),
         ("optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # gradients share a few blocks in turn
     ):
-        split, whole = (least_ram(is_split=is_split, changes=changes) for is_split in (True, False))
+        split, whole = (find_min_ram(is_split=is_split, changes=changes) for is_split in (True, False))
         outside = [_bytes_outside_blocks(plans[is_split]) for is_split in (True, False)]
         (saved, workspace, held), (saved_whole, workspace_whole, held_whole) = outside
         num_blocks = len(plans[True].program.blocks)
@@ -204,7 +204,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         assert 0 < saved - saved_whole <= 2 * 4 * plans[True].run.batch.num_micro_batches * width_bytes  # in 2 layers
 
 
-def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
+def test_does_not_fit_error_suggests_split_experts(tmp_path: Path) -> None:
     """The remedy ``split_experts`` states the RAM that it needs. It is absent if splitting is on or unsupported."""
     model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
     (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
@@ -252,7 +252,9 @@ def _train(folder: Path, model: Path, stop_after: int | None = None, **tables: A
     return folder / "out"
 
 
-def test_a_checkpoint_is_continued_and_exported(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_experts_resume_and_export_bitwise_equal(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bf16 = 'compute_dtype = "bfloat16"'
     unbroken = _train(tmp_path / "unbroken", mixture, nvme=0, precision=bf16) / "final"
     _train(tmp_path / "stopped", mixture, stop_after=2, precision=bf16, **PLACEMENTS["on NVMe"])
@@ -275,7 +277,7 @@ def test_a_checkpoint_is_continued_and_exported(mixture: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> None:
+def test_split_weights_load_and_initialize_by_range(family: str, tmp_path: Path) -> None:
     model = write_mixture(tmp_path / "model", family)
     graph = build_graph(model, split_experts=True)
     assert _parts(graph)
@@ -357,7 +359,7 @@ tiers.ram.size = "64MiB"
     assert _parts(scorer.plan.graph) and repr(rows) == repr(in_ram)
     assert "folder" in scorer.plan.placement.homes.values()
     # Experts without tokens in a pass are not fetched, so the plan is an upper bound.
-    _assert_only_experts_stayed(summary.link_bytes, summary.planned_bytes, scorer.plan.program)
+    _assert_only_experts_moved_less(summary.link_bytes, summary.planned_bytes, scorer.plan.program)
     assert summary.link_bytes["folder->ram"] > 0
     for tier, budget in scorer.plan.budgets.items():
         assert 0 < scorer.plan.totals[tier] <= budget
@@ -381,7 +383,7 @@ tiers.ram.size = "64MiB"
 PREFERENCES = EXAMPLES / "quickstart/preferences.jsonl"
 
 
-def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path: Path) -> None:
+def test_split_experts_do_not_reuse_the_whole_layer_reference(mixture: Path, tmp_path: Path) -> None:
     """A cached reference from whole layers is not reused, because sums are rounded differently with split experts."""
 
     def run(name: str, *, is_split: bool) -> tuple[list[float], list[str]]:
@@ -415,7 +417,7 @@ def test_completions_match_transformers(mixture: Path) -> None:
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
     # The tokens of two prompts do not reach all experts, so the plan is an upper bound.
-    _assert_only_experts_stayed(generator.moved_bytes, generator.planned_bytes, generator.plan.plan.program)
+    _assert_only_experts_moved_less(generator.moved_bytes, generator.planned_bytes, generator.plan.plan.program)
     planned = generator.planned_bytes["folder->ram"]
     assert planned / 2 < generator.moved_bytes["folder->ram"] < planned
     tokenizer = AutoTokenizer.from_pretrained(mixture)
@@ -426,7 +428,7 @@ def test_completions_match_transformers(mixture: Path) -> None:
         assert ids and ids == out[0, batch["input_ids"].shape[1] :].tolist()[: len(ids)]
 
 
-def test_layers_count_once(mixture: Path) -> None:
+def test_split_layer_counts_once_in_layer_scales(mixture: Path) -> None:
     graph = build_graph(mixture, split_experts=True)
     scales = layer_scales(graph, 0.5)
     assert set(scales.values()) == {1.0, 0.5, 0.25, 0.125}
@@ -453,7 +455,7 @@ def test_ranks_match_one_process_bitwise(mixture: Path, tmp_path: Path) -> None:
     assert digests(results) == digests([expected])
 
 
-def test_experts_without_tokens_do_not_move(mixture: Path, tmp_path: Path) -> None:
+def test_experts_without_tokens_are_not_transferred(mixture: Path, tmp_path: Path) -> None:
     """A few tokens reach only a few experts, so fewer bytes move than planned. The results are bit-identical."""
 
     def run(name: str, lora: str = "", **options: Any) -> TieredRun:
@@ -466,7 +468,7 @@ def test_experts_without_tokens_do_not_move(mixture: Path, tmp_path: Path) -> No
         assert run.moved is not None
         moved = {link: stats.num_bytes for link, stats in run.moved.links.items()}
         planned = run.plan.placement.run_traffic_bytes(len(run.losses))
-        _assert_only_experts_stayed(moved, planned, run.plan.program)
+        _assert_only_experts_moved_less(moved, planned, run.plan.program)
         return moved, planned
 
     first = run("in RAM", nvme=0)

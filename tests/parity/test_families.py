@@ -77,7 +77,7 @@ def test_family_untied(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TIED)
-def test_family_tied_with_small_pieces_of_the_head(family: str) -> None:
+def test_tied_family_with_small_head_chunks(family: str) -> None:
     runner = compare(tiny_config(family, tied=True), padded_batches(), head_rows=4)
     assert runner.head.rows == 4
 
@@ -136,7 +136,7 @@ def test_bfloat16() -> None:
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
 
 
-def test_second_step_repeats_the_first() -> None:
+def test_steps_with_equal_seeds_are_bit_identical() -> None:
     config = tiny_config("gpt2", resid_pdrop=0.2)
     model = build_model(config)
     graph = build_graph(config)

@@ -91,7 +91,7 @@ def test_tokens_match_transformers_for_any_cache_placement(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_continues_as_transformers_does(family: str) -> None:
+def test_every_family_generates_like_transformers(family: str) -> None:
     """Blocks can hold every kind of cache. A model is refused only if transformers cannot generate with its cache."""
     config = tiny_config(family)
     config.get_text_config(decoder=True).attention_dropout = 0.5  # off in eval mode
@@ -150,14 +150,14 @@ class InMemory:
         return nullcontext(room)
 
 
-def test_the_estimate_of_a_pass_has_one_token_per_prompt_and_no_export(tiny_model: Path) -> None:
+def test_generation_estimate_counts_one_token_per_prompt(tiny_model: Path) -> None:
     generator = Generator(config_of_folder(tiny_model, **tables("64MiB")), PROMPTS, GenerationSettings(5))
     estimate = generator.plan.plan.estimate
     assert estimate is not None and not estimate.occasions
     assert estimate.tokens_per_step == generator.plan.plan.run.batch.num_rows
 
 
-def test_wrong_input_is_refused_in_words(tiny_model: Path) -> None:
+def test_invalid_generation_input_raises(tiny_model: Path) -> None:
     with pytest.raises(PromptError, match="prompt 2: this prompt has no tokens"):
         generate(tiny_model, ["a", ""])
     with pytest.raises(ConfigError, match="generate RUN"):
@@ -193,7 +193,7 @@ def test_command(tiny_model: Path, tmp_path: Path) -> None:
     assert runner.invoke(command_group(), [*words, "-p", "a", "-o", "said.csv"]).exit_code == 2
 
 
-def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path) -> None:
+def test_generation_ignores_packing_and_batch_tokens(tiny_model: Path, tmp_path: Path) -> None:
     """In a training config, packing and a batch size in tokens have no effect on generation."""
     config = tmp_path / "run.toml"
     config.write_text(

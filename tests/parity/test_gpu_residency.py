@@ -161,7 +161,7 @@ def test_requested_homes_are_used(placement: str, tiny_model: Path, tmp_path: Pa
     result.assert_as_planned()
 
 
-def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+def test_gpu_memory_compensates_for_small_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     """Neither tier alone can hold all blocks, and there is no drive."""
     blocks = baseline().plan.program.blocks.values()
     assert 12 * MiB < sum(block.nbytes for block in blocks) < 20 * MiB

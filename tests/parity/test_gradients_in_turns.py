@@ -115,7 +115,9 @@ def test_shared_gradient_blocks_are_bit_identical_to_held_gradients(
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
-def test_clipping_by_layer_is_pytorch_clipping_each_unit(model: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_layer_clipping_matches_pytorch_clipping_of_each_unit(
+    model: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     """The plain loop calls ``clip_grad_norm_`` once per unit. Clipping by the global norm gives different weights."""
     text = text_of(tmp_path, models[model], optimizer=PER_LAYER)
     ours = run_config(text, tmp_path, num_steps=8)
@@ -201,7 +203,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 MIDDLE = "model.layers.1"
 
 
-def test_skip_by_layer_leaves_out_that_layer_alone(
+def test_skip_per_layer_skips_only_the_nonfinite_layer(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with steps(tmp_path / "a", tiny_model, 'clip_scope = "layer"\nnonfinite = "skip"') as run:

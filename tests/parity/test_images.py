@@ -126,7 +126,7 @@ TOWERS = {"qwen2_5_vl": ["model.visual"], "llava": ["model.vision_tower", "model
         pytest.param("llava", "trained", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_are_trained_as_by_peft(
+def test_image_model_adapters_match_peft(
     family: str, images: Literal["frozen", "trained"], folders: Path, tmp_path: Path
 ) -> None:
     """Only the language model has adapters. The tower's modules have the same names, but no adapters."""
@@ -206,7 +206,7 @@ size = "256MiB"
 
 
 @pytest.mark.parametrize("images", ["frozen", "trained"])
-def test_results_of_a_trained_tower_are_saved(images: str, folders: Path, tmp_path: Path) -> None:
+def test_selective_recompute_saves_results_of_a_trained_tower(images: str, folders: Path, tmp_path: Path) -> None:
     model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
     path = tmp_path / "run.toml"
     path.write_text(config_text(tmp_path, model, rows, images, training='recompute = "selective:9"'))
@@ -262,7 +262,7 @@ def train(folder: Path, text: str, *sets: str) -> tuple[list[tuple[float, ...]],
     return [each for each in losses if len(each) > 1], folder / "out/final"
 
 
-def test_a_run_evaluates_continues_and_exports(folders: Path, tmp_path: Path) -> None:
+def test_image_run_resumes_and_exports_bitwise_equal(folders: Path, tmp_path: Path) -> None:
     model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
     text = config_text(tmp_path / "whole", model, rows, "frozen")
     losses, final = train(tmp_path / "whole", text)
@@ -297,7 +297,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("images", ["frozen", pytest.param("trained", marks=pytest.mark.slow)])
-def test_adapters_have_the_same_bits_everywhere_and_open_in_peft(images: str, folders: Path, tmp_path: Path) -> None:
+def test_adapters_are_bit_identical_across_tiers_and_load_in_peft(images: str, folders: Path, tmp_path: Path) -> None:
     model, rows = folder_of("llava", folders), write_rows(tmp_path / "data", ROWS)
     lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[export]\ndtype = "float32"\n[training]'
     results = []

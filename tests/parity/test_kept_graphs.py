@@ -14,7 +14,7 @@ OPTIMIZER = 'optim = "adafactor"'
 
 
 @pytest.mark.parametrize(("gpu", "num_layers"), [("48MiB", 4), ("12MiB", 2)])
-def test_a_device_tier_keeps_graphs_of_weights_at_home_there(
+def test_gpu_tier_keeps_graphs_of_layers_with_gpu_weights(
     gpu: str, num_layers: int, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Updates run in RAM, between the backward and the next forward."""

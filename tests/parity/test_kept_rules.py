@@ -30,7 +30,7 @@ def trainer(folder: Path, model: Path, steps: int, batch: str = SIX_ROWS, **tabl
     return Trainer(load_config(folder / "run.toml").config)
 
 
-def tokens_kept(folder: Path) -> int | None:
+def recorded_micro_batch_tokens(folder: Path) -> int | None:
     kept = settings_of_newest(folder / "out", "auto")
     assert kept is not None
     return kept.micro_batch_tokens
@@ -40,7 +40,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "out" / "final" / "model.safetensors").read_bytes()
 
 
-def test_a_run_keeps_its_cut_into_micro_batches(
+def test_resumed_run_keeps_its_micro_batch_size(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resuming in other tiers, by a version with another token target, gives the weights of an uninterrupted run."""
@@ -50,7 +50,7 @@ def test_a_run_keeps_its_cut_into_micro_batches(
     unbroken.train()
     folder = tmp_path / "resumed"
     trainer(folder, tiny_model, 1).train()
-    assert tokens_kept(folder) == 128
+    assert recorded_micro_batch_tokens(folder) == 128
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 2048)
     assert trainer(tmp_path / "new", tiny_model, 1).plan.run.batch.micro_batch_rows == 6
     resumed = trainer(folder, tiny_model, 2, nvme=1, placement='optimizer = ["nvme"]', ram="24MiB")
@@ -59,31 +59,31 @@ def test_a_run_keeps_its_cut_into_micro_batches(
     assert weights(folder) == weights(tmp_path / "unbroken")
     ranks = replace(resumed.run, world=World.local(0, 3))
     assert ranks.batch.micro_batch_rows == 2
-    assert tokens_kept(folder) == 128
+    assert recorded_micro_batch_tokens(folder) == 128
     given = trainer(folder, tiny_model, 3, "per_device_train_batch_size = 3\ngradient_accumulation_steps = 2")
     assert given.plan.run.batch.micro_batch_rows == 3
 
 
-def test_a_checkpoint_without_a_record_keeps_the_former_cut(
+def test_checkpoint_without_recorded_tokens_uses_old_default(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe = start.describe_model
 
-    def without_record(plan: Plan) -> Mapping[str, Any]:
+    def describe_without_tokens(plan: Plan) -> Mapping[str, Any]:
         return {key: value for key, value in describe(plan).items() if key != "micro_batch_tokens"}
 
     with monkeypatch.context() as older:
-        older.setattr(start, "describe_model", without_record)
+        older.setattr(start, "describe_model", describe_without_tokens)
         trainer(tmp_path / "run", tiny_model, 1).train()
-    assert tokens_kept(tmp_path / "run") == 2048
+    assert recorded_micro_batch_tokens(tmp_path / "run") == 2048
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
     resumed = trainer(tmp_path / "run", tiny_model, 2)
     assert resumed.plan.run.batch.micro_batch_rows == 6
     resumed.train()
-    assert tokens_kept(tmp_path / "run") == 2048
+    assert recorded_micro_batch_tokens(tmp_path / "run") == 2048
 
 
-def test_tokens_of_a_micro_batch_in_a_checkpoint() -> None:
+def test_micro_batch_tokens_are_read_from_checkpoint_meta() -> None:
     """Older versions did not record this number. Their target was 8,192 tokens on a GPU and 2,048 on a CPU."""
     cases: tuple[tuple[object, int | None], ...] = (
         ({"device": "cuda"}, 8192),

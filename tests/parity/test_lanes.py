@@ -47,7 +47,7 @@ def run(folder: Path, model: Path, *, num_steps: int = 2, **options: Any) -> Tie
     return run_config(text_of(folder, model, **{"nvme": 0, **options}), folder, num_steps=num_steps)
 
 
-class ByUse(MemoryAccess):
+class AccessByUse(MemoryAccess):
     """In-memory access that returns gradients by use site."""
 
     def take(self) -> dict[tuple[int, str], Tensor]:
@@ -58,9 +58,9 @@ class ByUse(MemoryAccess):
         return found
 
 
-def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
+def compute_lane_gradients(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
     """Run each lane's micro-batches alone, add the lanes' gradients in the order of the tree, and return the sums."""
-    access = ByUse(plan.graph, weights, plan.graph.dtype)
+    access = AccessByUse(plan.graph, weights, plan.graph.dtype)
     runner = layer_runner(
         plan.graph,
         access,
@@ -91,8 +91,10 @@ def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: 
     return found
 
 
-def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients that the first step's updates use, and the result of ``gradients_by_hand``."""
+def first_step_gradients(
+    text: str, folder: Path, patch: pytest.MonkeyPatch
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients that the first step's updates use, and the result of ``compute_lane_gradients``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
@@ -127,10 +129,10 @@ def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple
         if layout.trainable:
             flat = torch.cat([taken[layout.name, part] for part in range(len(plan.program.layout_parts(layout)))])
             found.update(views(flat, layout))
-    return found, gradients_by_hand(plan, weights, list(micro_batches))
+    return found, compute_lane_gradients(plan, weights, list(micro_batches))
 
 
-def assert_by_hand(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def assert_gradients_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert expected
     for name, gradient in expected.items():
         assert torch.equal(found[name].to(gradient.dtype), gradient), name
@@ -152,14 +154,14 @@ BY_HAND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_gradients_are_the_lanes_sums_added_in_the_tree(
+def test_gradients_are_tree_sums_of_the_lanes(
     name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = text_of(tmp_path, tiny_model, **{"nvme": 0, **BY_HAND[name]})
-    assert_by_hand(*first_gradients(text, tmp_path, monkeypatch))
+    assert_gradients_equal(*first_step_gradients(text, tmp_path, monkeypatch))
 
 
-def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_sums_of_untied_head_and_vocabulary_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding and the head hold all parts of their layouts, or lease the parts one after the other."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
@@ -168,18 +170,18 @@ def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         for folder, tables in (("held", {}), ("passing", {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"})):
             text = text_of(tmp_path / folder, model, lanes=4, **{"nvme": 0, **tables})
-            found, expected = first_gradients(text, tmp_path / folder, patch)
-            assert_by_hand(found, expected)
+            found, expected = first_step_gradients(text, tmp_path / folder, patch)
+            assert_gradients_equal(found, expected)
 
 
-def test_one_lane_is_one_sum_and_others_differ(tiny_model: Path, tmp_path: Path) -> None:
+def test_auto_is_one_lane_and_more_lanes_change_rounding(tiny_model: Path, tmp_path: Path) -> None:
     runs = {lanes: run(tmp_path / str(lanes), tiny_model, lanes=lanes) for lanes in ("auto", 1, 4)}
     runs[1].assert_same(runs["auto"])
     assert runs[4].digests != runs[1].digests
     assert runs[4].losses == pytest.approx(runs[1].losses, rel=1e-5)
 
 
-def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
+def count_sum_bytes(patch: pytest.MonkeyPatch) -> Counter[int]:
     """Return a counter of the bytes that the engine allocates for gradient sums outside of blocks, by visit."""
     made: Counter[int] = Counter()
     visits: list[int] = []
@@ -201,7 +203,7 @@ def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
 
 
 @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
-def test_open_sums_are_planned(
+def test_workspace_includes_open_lane_sums(
     grad_dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workspace has exactly the pages that the largest visit needs, including its open sums.
@@ -211,7 +213,7 @@ def test_open_sums_are_planned(
     fullest, taken = {}, {}
     for lanes in (1, 2, 8):
         with monkeypatch.context() as patch:
-            made = sums_made(patch)
+            made = count_sum_bytes(patch)
             options = {"precision": f'grad_dtype = "{grad_dtype}"', "training": 'recompute = "full"'}
             plan = run(tmp_path / str(lanes), tiny_model, lanes=lanes, num=8, num_steps=1, **options).plan
         visits, largest = plan.trace.visits, max(layout.num_elements for layout in plan.graph.layouts.values())
@@ -229,7 +231,7 @@ def test_open_sums_are_planned(
         assert taken[lanes] - taken[1] == fullest[lanes] - fullest[1]
 
 
-def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: Path) -> None:
+def test_sequential_micro_batches_allow_only_one_lane(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         text_of(tmp_path, tiny_model, lanes=4, nvme=0, advanced='micro_batch_order = "micro_batch"')
     )
@@ -237,7 +239,7 @@ def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: P
         load_config(tmp_path / "run.toml")
 
 
-def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_number_of_lanes(tiny_model: Path, tmp_path: Path) -> None:
     """With "auto", a resumed run keeps its number of lanes. A different number would change results, and is refused."""
 
     def trainer(lanes: int | str, steps: int) -> Trainer:

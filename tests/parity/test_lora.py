@@ -87,11 +87,11 @@ def test_conv1d_of_gpt2() -> None:
     compare("gpt2", LoraConfig(r=4, lora_alpha=8, target_modules=("c_attn", "c_fc")))
 
 
-def test_the_modules_that_peft_chooses() -> None:
+def test_default_target_modules_match_peft() -> None:
     compare("llama", LoraConfig(r=4, lora_alpha=8))
 
 
-def test_dropout_draws_the_same_numbers() -> None:
+def test_lora_dropout_matches_peft() -> None:
     compare("llama", LoraConfig(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=LINEAR))
 
 
@@ -101,13 +101,13 @@ def test_embedding_and_head(tied: bool) -> None:
     compare("llama", LoraConfig(r=4, lora_alpha=8, target_modules=modules), tied=tied)
 
 
-def test_modules_to_save_are_trained_whole() -> None:
+def test_modules_to_save_are_fully_trained() -> None:
     compare(
         "llama", LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, modules_to_save=("lm_head", "norm")), tied=False
     )
 
 
-def test_rslora_and_own_ranks() -> None:
+def test_rslora_with_rank_pattern() -> None:
     compare("llama", LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, use_rslora=True, rank_pattern={"q_proj": 2}))
 
 
@@ -118,7 +118,7 @@ def test_dora(family: str, modules: tuple[str, ...]) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # warnings from peft and transformers
 @pytest.mark.parametrize(("family", "modules"), [("gpt2", ("c_attn", "c_fc")), ("llama", ("q_proj", "down_proj"))])
-def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[str, ...]) -> None:
+def test_dora_magnitudes_start_at_the_norms_of_peft(family: str, modules: tuple[str, ...]) -> None:
     """Conv1D stores its weight transposed. In peft and this project, each norm covers one output feature's weights."""
     config = tiny_config(family)
     plain = build_model(config)
@@ -142,7 +142,7 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
-def test_mlps_over_a_few_rows_at_a_time(family: str, modules: tuple[str, ...], use_dora: bool) -> None:
+def test_adapters_with_tiled_mlps(family: str, modules: tuple[str, ...], use_dora: bool) -> None:
     """A layer with adapters still runs its MLP in pieces. Adapters in the MLP get the gradient sums of all pieces."""
     compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=use_dora), mlp_rows=5)
 

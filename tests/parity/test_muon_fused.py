@@ -38,7 +38,9 @@ def split(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if sizes is None else list(tensor.split(sizes))
 
 
-def by_torch(model: Path, micro_batches: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:
+def step_with_torch_muon(
+    model: Path, micro_batches: list[dict[str, torch.Tensor]], *, whole: bool
+) -> dict[str, torch.Tensor]:
     """Return the weights after one step of torch's Muon on split or whole matrices, and AdamW on all other weights."""
     plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
@@ -66,8 +68,8 @@ def test_fused_muon_step_matches_torch(rule: str, fused_model: Path, tmp_path: P
     found = run_config(text, tmp_path, num_steps=1).weights
     config = load_config(tmp_path / "run.toml").config
     micro_batches = next(make_loader(config, plan_of(config))).micro_batches
-    expected = by_torch(fused_model, micro_batches, whole=rule == "whole")
-    other = by_torch(fused_model, micro_batches, whole=rule != "whole")
+    expected = step_with_torch_muon(fused_model, micro_batches, whole=rule == "whole")
+    other = step_with_torch_muon(fused_model, micro_batches, whole=rule != "whole")
     fused = [name for name in expected if any(f".{part}." in name for part in PARTS)]
     assert len(fused) == 6
     for name in fused:
@@ -75,7 +77,9 @@ def test_fused_muon_step_matches_torch(rule: str, fused_model: Path, tmp_path: P
         assert difference < 0.05 * float((other[name] - expected[name]).abs().max()), name
 
 
-def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_its_muon_fused_rule(
+    fused_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def trainer(folder: str, rule: str, steps: int) -> Trainer:
         own = tmp_path / folder
         own.mkdir(exist_ok=True)

@@ -98,7 +98,7 @@ def test_noisy_embeddings_of_every_family(family: str) -> None:
     assert_close((expected.loss, expected.gradients), found)
 
 
-def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
+def test_smoothing_and_noise_with_dropout_and_router_loss() -> None:
     objective = Objective(CrossEntropy(FACTOR), ALPHA)
     for family, changes in (
         ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}),

@@ -33,7 +33,7 @@ def ram(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{max(least, one.totals['ram'])}B"
 
 
-def test_micro_batches_run_sequentially_if_more_is_kept(ram: str, tmp_path: Path) -> None:
+def test_micro_batch_order_is_chosen_if_it_keeps_more_graphs(ram: str, tmp_path: Path) -> None:
     by_layer = make_plan(tmp_path, ram=ram, advanced='micro_batch_order = "layer"')
     plan = make_plan(tmp_path, ram=ram)
     assert (by_layer.run.batch.order, plan.run.batch.order) == ("layer", "micro_batch")
@@ -55,5 +55,5 @@ def test_micro_batches_run_sequentially_if_more_is_kept(ram: str, tmp_path: Path
     ],
     ids=["nothing is kept", "lanes", "rounded gradients", "something moves", "all is kept"],
 )
-def test_layers_take_turns_elsewhere(tables: dict[str, str], ram: str, tmp_path: Path) -> None:
+def test_other_placements_use_layer_order(tables: dict[str, str], ram: str, tmp_path: Path) -> None:
     assert make_plan(tmp_path, **{"ram": ram, **tables}).run.batch.order == "layer"  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> 
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_same_loss_of_each_document(tiny_model: Path, rows: Path, tmp_path: Path, attention: str) -> None:
+def test_packed_documents_have_the_same_loss(tiny_model: Path, rows: Path, tmp_path: Path, attention: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(config_of(tmp_path, tiny_model, rows, packing=True))
     dataset = load_dataset(resolve_data(load_config(path).config), load_tokenizer(str(tiny_model)))
@@ -87,7 +87,7 @@ def test_the_same_loss_of_each_document(tiny_model: Path, rows: Path, tmp_path: 
         torch.testing.assert_close(packed[document], losses, rtol=2e-6, atol=2e-6)
 
 
-def test_the_same_step_of_the_engine(tiny_model: Path, rows: Path, tmp_path: Path) -> None:
+def test_packed_steps_match_unpacked_steps(tiny_model: Path, rows: Path, tmp_path: Path) -> None:
     packed, plain = (
         run_config(config_of(tmp_path / name, tiny_model, rows, packing=packing), tmp_path / name, num_steps=2)
         for name, packing in (("packed", True), ("plain", False))

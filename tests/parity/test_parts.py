@@ -49,7 +49,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
 
 
-def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
+def test_vocabulary_leased_by_part_is_bit_identical(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     """If any block moves, the head and the embedding lease one part of their weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}
     for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
@@ -69,7 +69,7 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
 
 
 @pytest.fixture(scope="module")
-def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
+def runs_without_parts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
     """Return runs with uncut layouts but the vocabulary parts of cut layouts, because these parts affect rounding."""
 
     def boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
@@ -103,11 +103,16 @@ CASES = (
 
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_parts_are_bit_identical_and_move_as_planned(
-    name: str, placement: str, wholes: dict[str, TieredRun], tiny_model: Path, tmp_path: Path, small_parts: None
+    name: str,
+    placement: str,
+    runs_without_parts: dict[str, TieredRun],
+    tiny_model: Path,
+    tmp_path: Path,
+    small_parts: None,
 ) -> None:
     options = {"nvme": 1, **RUNS[name], **PLACEMENTS[placement]}
     run = run_config(config_text(tmp_path, tiny_model, **options), tmp_path, num_steps=4)
-    whole = wholes[name]
+    whole = runs_without_parts[name]
     program = run.plan.program
     assert not whole.plan.program.cuts.parts
     cut = [layout for layout in run.plan.graph.layouts.values() if layout.num_elements > PART_ALIGNMENT_ELEMENTS]
@@ -139,17 +144,13 @@ def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, sma
             assert {plan.program.blocks[key].num_elements for key, _ in group} == {len(part)}
 
 
-def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
-    tiny_model: Path, tmp_path: Path, small_parts: None
-) -> None:
+def test_adafactor_layouts_are_not_cut_into_parts(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, optimizer='optim = "adafactor"'))
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     assert not plan.program.cuts.parts and all(not tick.passing for tick in plan.updates.ticks)
 
 
-def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
-    tiny_model: Path, tmp_path: Path, small_parts: None
-) -> None:
+def test_checkpoint_in_parts_resumes_in_ram_and_exports(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     """A run saved from drives, continued in RAM and exported is bit-identical to an uninterrupted run."""
 
     def keys_of(out: Path) -> set[str]:
@@ -187,7 +188,7 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
     assert losses[0] == losses[1]
 
 
-def test_the_least_ram_follows_the_part_not_the_layout(
+def test_minimum_ram_scales_with_parts_not_layouts(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def update_bytes(part_elements: int) -> int:
@@ -211,7 +212,7 @@ def test_the_least_ram_follows_the_part_not_the_layout(
     assert parted == 2 * largest + 14 * PART_ALIGNMENT_ELEMENTS < whole // 2
 
 
-def test_kinds_of_blocks_outlive_their_parts(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
+def test_blocks_in_parts_have_the_durable_kinds(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, precision=BF16))
     program = plan_run(resolve(load_config(tmp_path / "run.toml").config)).program
     durable = {key_kind(block.key) for block in program.blocks.values() if block.kind in DURABLE_KINDS}

@@ -113,7 +113,7 @@ def test_direct_copies_work_for_any_step_order(
     assert bytes_by_link(result)["nvme->gpu"] > 0
 
 
-def test_less_ram_is_needed(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+def test_direct_copies_reduce_the_required_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     """Plain SGD has no state. Without direct copies, the backward therefore needs more RAM than an update does."""
     tables: dict[str, Any] = {"optimizer": 'optim = "sgd"\nsgd_momentum = 0.0'}
     given: dict[str, Any] = {"gpu": "9MiB", "placement": ALL_NVME, **tables}
@@ -125,7 +125,7 @@ def test_less_ram_is_needed(tiny_model: Path, tmp_path: Path, baseline: Baseline
     result.assert_as_planned()
 
 
-def test_less_passes_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+def test_direct_copies_reduce_ram_traffic(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     passed = {}
     for way in ("off", "on"):
         (tmp_path / way).mkdir()

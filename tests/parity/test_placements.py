@@ -111,6 +111,6 @@ def test_every_optimizer_gives_the_same_bits_everywhere(
     assert moved == on_nvme.plan.placement.run_traffic_bytes(3)
 
 
-def test_the_runs_learn(baselines: dict[str, TieredRun]) -> None:
+def test_training_loss_decreases(baselines: dict[str, TieredRun]) -> None:
     for baseline in baselines.values():
         assert baseline.losses[-1] < baseline.losses[0] - 0.1

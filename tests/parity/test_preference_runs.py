@@ -24,7 +24,7 @@ NUM_STEPS = 4
 PAIRS = EXAMPLES / "quickstart/preferences.jsonl"
 
 
-def has_asked(run: WholeRun) -> bool:
+def has_computed_reference(run: WholeRun) -> bool:
     return any("answers computed" in text for text in run.told.messages)
 
 
@@ -84,7 +84,7 @@ def test_run_reports_preference_metrics(in_ram: WholeRun) -> None:
     assert [each.step for each in in_ram.told.evaluations] == [3, 4]
     assert set(in_ram.told.evaluations[0].preferences) == set(last.preferences)
     assert (
-        has_asked(in_ram)
+        has_computed_reference(in_ram)
         and in_ram.plan.run.batch.micro_batch_rows == 4
         and in_ram.plan.run.data.table.packing is False
     )
@@ -93,7 +93,7 @@ def test_run_reports_preference_metrics(in_ram: WholeRun) -> None:
 def test_second_run_reuses_the_reference_scores(tiny_model: Path, in_ram: WholeRun) -> None:
     folder = in_ram.plan.run.output_dir.parent.with_name("again")
     again = train_whole(folder, text_of(folder, tiny_model))
-    assert not has_asked(again) and again.figures == in_ram.figures
+    assert not has_computed_reference(again) and again.figures == in_ram.figures
 
 
 def test_reference_traffic_matches_the_plan(tiny_model: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_resumed_run_keeps_its_reference(tiny_model: Path, tmp_path: Path, in_ra
         train_whole(folder, text)
     kept.write_bytes(whole)
     second = train_whole(folder, text)
-    assert not has_asked(second)
+    assert not has_computed_reference(second)
     assert first.figures + second.figures == in_ram.figures and second.weights == in_ram.weights
 
 
@@ -157,7 +157,7 @@ def rows_of(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["kto", "orpo"])
-def test_other_losses_train(loss_type: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_other_preference_losses_run_without_nan(loss_type: str, tiny_model: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
     judged = [
         {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": n % 3 > 0}
@@ -167,7 +167,7 @@ def test_other_losses_train(loss_type: str, tiny_model: Path, tmp_path: Path) ->
     run = train_whole(
         tmp_path / "run", text_of(tmp_path / "run", tiny_model, path, preference=f'loss_type = "{loss_type}"')
     )
-    assert has_asked(run) == (loss_type == "kto")
+    assert has_computed_reference(run) == (loss_type == "kto")
     assert len(run.figures) == NUM_STEPS and all(loss == loss for loss, _, _ in run.figures)
     assert ("kl" if loss_type == "kto" else "nll_loss") in run.figures[-1][2]
 

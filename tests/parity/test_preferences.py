@@ -121,7 +121,7 @@ def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return (logps * (labels != -100)).sum(1), (labels != -100).sum(1).float()
 
 
-def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: Any, reference: Any) -> Tensor:
+def loss_by_definition(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: Any, reference: Any) -> Tensor:
     """Return the loss over all examples of a step, as defined in the paper of the loss."""
     terms, likelihood, tokens = [], [], 0.0
     for batch in batches:
@@ -168,7 +168,7 @@ def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: 
     return torch.cat(terms).mean() + (0 if loss.loss_type == "kto" else weight * sum(likelihood) / tokens)
 
 
-def nll_of_chosen(batches: list[dict[str, Tensor]], policy: Any) -> float:
+def mean_nll_of_chosen(batches: list[dict[str, Tensor]], policy: Any) -> float:
     """Return the mean negative log-likelihood per token of the chosen answers, computed from the full logits."""
     with torch.no_grad():
         found = [answers(policy, batch) for batch in batches]
@@ -204,7 +204,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
 )
 def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     setup = Setup(LOSSES[name], num_micro_batches=2, tie_word_embeddings=name == "ipo")
-    expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
+    expected = loss_by_definition(setup.loss, setup.batches, setup.policy, setup.reference)
     expected.backward()
     gradients = {name: weight.grad for name, weight in setup.policy.named_parameters()}
     loss, figures, found = setup.step()
@@ -212,7 +212,10 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     assert_close(found, gradients)
     assert figures["rewards/chosen"] != 0.0
     assert ("nll_loss" in figures) == bool(setup.loss.rpo_alpha or name == "orpo")
-    assert figures.get("nll_loss", 0.0) in (0.0, pytest.approx(nll_of_chosen(setup.batches, setup.policy), rel=1e-5))
+    assert figures.get("nll_loss", 0.0) in (
+        0.0,
+        pytest.approx(mean_nll_of_chosen(setup.batches, setup.policy), rel=1e-5),
+    )
 
     # Neither the loop order nor leasing vocabulary parts in turn changes the results. Full logits differ by rounding.
     for options in ({"order": "micro_batch"}, {"is_part_major": True}):
@@ -240,7 +243,7 @@ def test_experts_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients are the same if each expert is a separate unit."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     setup = Setup(LOSSES[name], num_micro_batches=2, family="qwen3_moe")
-    expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
+    expected = loss_by_definition(setup.loss, setup.batches, setup.policy, setup.reference)
     expected.backward()
     gradients = {name: weight.grad for name, weight in setup.policy.named_parameters()}
     whole, figures, _ = setup.step()

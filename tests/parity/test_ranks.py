@@ -169,7 +169,7 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
 
 
-def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
+def remove_some_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
     """Remove the labels of some micro-batches.
 
     Step 0 keeps only the labels of the last micro-batch. Step 1 removes the labels of the last two micro-batches. Later
@@ -184,7 +184,7 @@ def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
 
 
 @contextmanager
-def products_seen() -> Iterator[set[tuple[int, int, int]]]:
+def record_product_shapes() -> Iterator[set[tuple[int, int, int]]]:
     """Collect the shapes `(M, K, N)` of the matrix products that compute weight gradients."""
     add, seen = GradientAccumulator._add_matmul, set[tuple[int, int, int]]()
 
@@ -209,8 +209,12 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
         passes = not world.is_single and (
             case.passes == "always" or (case.passes == "on hosts" and world.num_hosts > 1)
         )
-        with mock.patch.object(layouts, "PART_ELEMENTS", size), force_passing(passes), products_seen() as products:
-            result = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
+        with (
+            mock.patch.object(layouts, "PART_ELEMENTS", size),
+            force_passing(passes),
+            record_product_shapes() as products,
+        ):
+            result = train(world, own, [text], NUM_STEPS, remove_some_labels if case.labels == "few" else None)
         found[name] = replace(result, products=frozenset(products))
         assert found[name].passes == passes, name
     return found
@@ -305,7 +309,7 @@ def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]]
         assert_same(name, by_case(size, folder, num_hosts=num_hosts, names=[name])[name], [expected])
 
 
-def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
+def collect_plans_and_errors(world: World, folder: Path, model: Path) -> dict[str, Any]:
     """Plan with settings that differ between ranks. Return plans, refusals, and what each rank reports if one fails."""
     said: dict[str, Any] = {}
     folder.mkdir(exist_ok=True)
@@ -357,8 +361,8 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     return said
 
 
-def test_ranks_plan_together_and_are_refused_together(folder: Path) -> None:
-    first, second = run_on_ranks(2, plan_and_refuse, folder / "refused", folder / "tied")
+def test_ranks_share_plans_and_planning_errors(folder: Path) -> None:
+    first, second = run_on_ranks(2, collect_plans_and_errors, folder / "refused", folder / "tied")
     assert first["too small"] == second["too small"]
     assert first["too small"].startswith("DoesNotFitError: does not fit: tier 'ram' has 2097152 bytes")
     assert first["other program"] == second["other program"]
@@ -414,7 +418,7 @@ def test_settings_unsupported_on_several_ranks_are_refused(case: str, tmp_path: 
     assert f"{size} processes" in str(raised.value)
 
 
-def test_evaluations_are_dealt_as_memory_is_planned(tmp_path: Path) -> None:
+def test_evaluation_shards_fit_the_planned_memory(tmp_path: Path) -> None:
     """Each rank gets at least one micro-batch, and no more rows than in its training step."""
     (tmp_path / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'

@@ -78,7 +78,7 @@ def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whol
         "past RAM to some GPU to past RAM",
     ],
 )
-def test_continued_in_any_placement(
+def test_resume_in_any_placement_is_bit_identical(
     placements: Sequence[dict[str, Any]], tiny_model: Path, tmp_path: Path, unbroken: WholeRun
 ) -> None:
     for placement, stop in zip(placements, (2, 5), strict=False):
@@ -115,7 +115,7 @@ def test_saving_every_step_is_bit_identical(
     assert (first.written_bytes == 0) == (placement in (ON_NVME, PAST_RAM))
 
 
-def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path, tmp_path: Path) -> None:
+def test_ema_export_requires_a_run_with_averages(tiny_model: Path, tmp_path: Path) -> None:
     with_average = {"optimizer": "ema_decay = 0.9", "precision": 'compute_dtype = "bfloat16"'}
     without = {"precision": with_average["precision"]}
     train(tmp_path / "w", tiny_model, ON_GPU, stop_after=2, **with_average)
@@ -145,7 +145,7 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
-def test_small_moments_continue_in_their_own_format_only(state_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_low_precision_moments_resume_only_in_their_dtype(state_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     tables = {"optimizer": f'state_dtype = "{state_dtype}"', "precision": 'compute_dtype = "bfloat16"'}
     whole = train(tmp_path / "whole", tiny_model, IN_RAM, **tables)
     train(tmp_path / "w", tiny_model, STATE_ON_NVME, stop_after=3, **tables)
@@ -156,7 +156,7 @@ def test_small_moments_continue_in_their_own_format_only(state_dtype: str, tiny_
     train(tmp_path / "w", tiny_model, PARTLY_ON_GPU, **tables).assert_same(whole)
 
 
-def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_model: Path, tmp_path: Path) -> None:
+def test_data_order_and_learning_rate_resume_across_epochs(tiny_model: Path, tmp_path: Path) -> None:
     """An epoch has four steps, and the learning rate changes in every step."""
     changes = {
         "gradient_accumulation_steps = 3": "gradient_accumulation_steps = 10",
@@ -171,7 +171,7 @@ def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_m
     assert steps[-1]["epoch"] == 1.5 and len({line["lr"] for line in steps}) == NUM_STEPS
 
 
-def test_skipped_steps_stay_uncounted(tmp_path: Path) -> None:
+def test_skipped_steps_are_not_counted_as_updates_on_resume(tmp_path: Path) -> None:
     """A token of the first step has an embedding whose square overflows. Adam's bias correction counts only updates."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     (tmp_path / "batches.toml").write_text(config_text(tmp_path, model))
@@ -195,7 +195,7 @@ BY_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
 
 
 @pytest.mark.parametrize("optimizer", ["max_grad_norm = 0", BY_LAYER])
-def test_runs_that_update_in_the_backward_continue(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_with_updates_in_the_backward_is_bit_identical(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", tiny_model, IN_RAM, optimizer=optimizer)
     for stop in (1, 4):
         train(tmp_path / "w", tiny_model, ON_NVME, optimizer=optimizer, stop_after=stop)
@@ -233,7 +233,7 @@ def test_stop_during_updates_resumes_from_the_last_checkpoint(
     done.assert_same(whole)
 
 
-def test_data_exhausted_at_the_save_starts_the_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_with_exhausted_data_starts_the_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
     """At the checkpoint, six rows are already used, and the new data has only six rows."""
     changes = {
         str(EXAMPLES / "quickstart" / "loomings.txt"): str(tmp_path / "rows.jsonl"),
@@ -249,7 +249,7 @@ def test_data_exhausted_at_the_save_starts_the_next_epoch(tiny_model: Path, tmp_
     assert [epoch for epoch in epochs if epoch is not None] == [0.5, 2.0, 3.0]
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
+def test_damaged_newest_checkpoint_is_reported_and_skipped(
     tiny_model: Path, tmp_path: Path, unbroken: WholeRun
 ) -> None:
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4, checkpoint="save_steps = 2")
@@ -280,7 +280,7 @@ def test_fallback_to_another_config_is_reported(tiny_model: Path, tmp_path: Path
     assert any("weight_decay: 0.1 -> 0.2" in text for text in done.told.messages), done.told.messages
 
 
-def test_fewer_steps_than_were_saved_only_export(tiny_model: Path, tmp_path: Path) -> None:
+def test_resume_past_max_steps_only_exports(tiny_model: Path, tmp_path: Path) -> None:
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4)
     done = train(tmp_path / "w", tiny_model, IN_RAM, changes={f"max_steps = {NUM_STEPS}": "max_steps = 3"})
     assert done.summary.num_steps == 4 and len(done.losses) == 4
@@ -341,7 +341,7 @@ def test_restart_in_a_used_folder_is_refused(tiny_model: Path, tmp_path: Path) -
         train(tmp_path / "w", tiny_model, IN_RAM, checkpoint='resume_from_checkpoint = "no"')
 
 
-def test_starting_from_another_run(tiny_model: Path, tmp_path: Path, unbroken: WholeRun) -> None:
+def test_resume_from_another_run_is_bit_identical(tiny_model: Path, tmp_path: Path, unbroken: WholeRun) -> None:
     train(tmp_path / "first", tiny_model, STATE_ON_NVME, stop_after=3)
     source = f'resume_from_checkpoint = "{tmp_path / "first/out"}"'
     done = train(tmp_path / "w", tiny_model, ON_NVME, checkpoint=source)
@@ -350,7 +350,7 @@ def test_starting_from_another_run(tiny_model: Path, tmp_path: Path, unbroken: W
     assert read_manifest(tmp_path / "first/out/checkpoints").meta["step"] == 3
 
 
-def test_two_runs_on_one_folder(tiny_model: Path, tmp_path: Path) -> None:
+def test_second_run_on_a_locked_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     from megatrain.run.folder import RunFolder
 
     with RunFolder(tmp_path / "w/out"), pytest.raises(LockedError, match="in use by process"):

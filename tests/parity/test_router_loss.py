@@ -100,7 +100,7 @@ def test_last_step_of_an_epoch_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 6])
-def test_each_micro_batch_counts_by_its_share_of_the_labels(rows: int) -> None:
+def test_router_loss_weights_micro_batches_by_label_count(rows: int) -> None:
     config = tiny_config("qwen3_moe", **ROUTED)
     # With four rows per micro-batch, the second one has two empty rows.
     batches = [padded(texts()[at : at + rows], rows) for at in range(0, len(LENGTHS), rows)]
@@ -120,7 +120,7 @@ def test_one_row_at_a_time_is_the_weighted_mean_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize("num_empty", [0, 3])
-def test_a_models_own_mean_over_a_micro_batch(num_empty: int) -> None:
+def test_model_specific_z_loss_is_averaged_per_micro_batch(num_empty: int) -> None:
     """Bamba adds a z-loss, which is a mean over all logits of a micro-batch."""
     config = shrunk_config("bamba")
     config.z_loss_coefficient = 0.2

@@ -159,7 +159,7 @@ def test_every_family_gives_hugging_faces_log_softmax(family: str) -> None:
         assert all(len(set(row)) == K and max(row) < VOCAB for row in scores.top_ids.tolist())
 
 
-def test_teacher_of_ten_times_its_ram(tmp_path: Path) -> None:
+def test_teacher_ten_times_larger_than_ram_matches_transformers(tmp_path: Path) -> None:
     """A model ten times as large as its RAM scores packed rows like plain transformers, with the planned traffic."""
     changes = (
         'score.formats=["parquet","zarr"]',
@@ -241,26 +241,28 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
     put = scores_module._commit_part
     calls = 0
 
-    def cut_off(partial: Path, place: Path) -> None:
+    def interrupt_fourth_move(partial: Path, place: Path) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:  # the second format of the second pass, which is written but not moved to its place
             raise KeyboardInterrupt
         put(partial, place)
 
-    monkeypatch.setattr(scores_module, "_commit_part", cut_off)
+    monkeypatch.setattr(scores_module, "_commit_part", interrupt_fourth_move)
     with pytest.raises(KeyboardInterrupt):
         Scorer(config).run()
     monkeypatch.undo()
     folder = tmp_path / "cut/out/scores"
     assert len(list((folder / "zarr").glob("part-*"))) == 2 and len(list((folder / "parquet").iterdir())) == 1
 
-    class Stopping(RunObserver):
+    class StopAfterFirstPass(RunObserver):
         def on_message(self, text: str) -> None:
             if text.startswith("pass 1"):
                 signal.raise_signal(signal.SIGTERM)
 
-    second = Scorer(config, observer=Stopping()).run()  # continues after the first row, and stops after one pass
+    second = Scorer(
+        config, observer=StopAfterFirstPass()
+    ).run()  # continues after the first row, and stops after one pass
     assert second.interrupted and (second.num_passes, second.num_rows_done) == (1, 2)
     third = Scorer(config).run()
     assert not third.interrupted and (third.num_passes, third.num_rows_done) == (2, 4)
@@ -313,7 +315,7 @@ def test_plan_is_shown_when_scoring_starts(teacher: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_continued(teacher: Path, tmp_path: Path, cli_words: list[str]) -> None:
+def test_killed_scoring_process_resumes(teacher: Path, tmp_path: Path, cli_words: list[str]) -> None:
     changes = ("data.packing=false", "training.gradient_accumulation_steps=1")
     _, whole = score(config_of(teacher, tmp_path / "whole", *changes))
     config_of(teacher, tmp_path / "cut")

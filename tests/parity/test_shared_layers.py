@@ -44,7 +44,7 @@ def test_recompute_inputs_are_planned_together(zamba: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
-def test_weights_that_a_later_use_alone_reaches_are_trained(order: str, zamba: Path, tmp_path: Path) -> None:
+def test_weights_used_only_by_a_later_shared_layer_are_trained(order: str, zamba: Path, tmp_path: Path) -> None:
     text = config_text(tmp_path, zamba, nvme=0, advanced=f'micro_batch_order = "{order}"')
     ours = run_config(text.replace("max_length = 64", "max_length = 16"), tmp_path, num_steps=1)
     config = load_config(tmp_path / "run.toml").config

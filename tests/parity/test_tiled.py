@@ -97,7 +97,7 @@ def test_tiled_gradients_match_the_whole(family: str, rows: int) -> None:
         torch.testing.assert_close(tiled[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_dropout_inside_is_the_same_in_the_recompute_of_a_piece() -> None:
+def test_tiled_recompute_repeats_dropout() -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
     hidden = torch.randn(1, 12, 8, requires_grad=True)
@@ -125,7 +125,7 @@ def test_untileable_model_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.slow
-def test_mlp_memory_is_that_for_one_piece(tmp_path: Path) -> None:
+def test_tiled_mlp_memory_is_planned_for_one_piece(tmp_path: Path) -> None:
     """The plan counts one piece instead of the whole MLP, and the process stays within the plan.
 
     On the CPU, a process keeps freed memory up to its planned heap plus some spare bytes (decisions 0085 and 0112).

@@ -123,7 +123,7 @@ def replayed(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[di
 
 @pytest.mark.parametrize("max_grad_norm", [1, 0], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("share_of_gpu", [1.0, 1.5, None], ids=["least GPU", "more GPU", "no GPU"])
-def test_traffic_is_planned_at_any_speed(
+def test_planned_traffic_is_exact_at_any_link_speed(
     share_of_gpu: float | None,
     max_grad_norm: int,
     models: dict[str, Path],
@@ -144,7 +144,7 @@ def test_traffic_is_planned_at_any_speed(
 
 
 @pytest.fixture
-def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def delayed_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delay each job of the links by a random time."""
     submit, chance = Workers.submit, random.Random(5)
 
@@ -162,8 +162,8 @@ def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["mixture", "dense"])
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_runs_over_late_links(
-    has_gpu: bool, kind: str, models: dict[str, Path], tmp_path: Path, late_links: None
+def test_delayed_links_do_not_change_results_or_traffic(
+    has_gpu: bool, kind: str, models: dict[str, Path], tmp_path: Path, delayed_links: None
 ) -> None:
     tables = {"gpu": tight_gpu(tmp_path, models[kind], 1.0)} if has_gpu else {}
     least = least_bytes("ram", lambda: plan_with(tmp_path, models[kind], 4 << 10, **tables))
@@ -174,7 +174,7 @@ def test_runs_over_late_links(
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_each_step_reports_the_bytes_it_uses(
-    has_gpu: bool, models: dict[str, Path], tmp_path: Path, late_links: None
+    has_gpu: bool, models: dict[str, Path], tmp_path: Path, delayed_links: None
 ) -> None:
     """Copies for the next step may arrive before or after a step's end. They count in the step that uses them."""
     tables = {"gpu": tight_gpu(tmp_path, models["dense"], 1.0)} if has_gpu else {}
@@ -223,9 +223,7 @@ def test_pending_writes_from_loading_are_not_counted_in_the_run(
     assert 0 < num_loading_jobs < num_jobs
 
 
-def test_saving_run_moves_the_traffic_of_its_stretches(
-    models: dict[str, Path], tmp_path: Path, late_links: None
-) -> None:
+def test_traffic_between_checkpoints_is_planned(models: dict[str, Path], tmp_path: Path, delayed_links: None) -> None:
     """Steps between two checkpoints are planned like a run: no fetch overtakes the updates before a checkpoint."""
     least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))
     for number in range(2):
@@ -266,7 +264,9 @@ def test_unlabeled_micro_batches_move_the_planned_bytes(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_runs_of_families_with_late_threads(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_threads_do_not_change_results_or_traffic(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each seed delays jobs of links, updates and readers differently. Traffic and results stay the same.
 
     ``MEGATRAIN_TIER_LATE_SEEDS`` is the number of seeds, and ``MEGATRAIN_TIER_LATE_SEED`` is the first one. Half of

@@ -148,7 +148,7 @@ class OnePartAtATime:
         rows.fill_(torch.nan)  # so that a later use gives NaN
 
 
-class PartedAccess(MemoryAccess):
+class AccessInParts(MemoryAccess):
     """In-memory access that leases a weight in parts if all its uses allow it."""
 
     def __init__(self, graph: ModelGraph, *args: Any) -> None:
@@ -175,9 +175,7 @@ class PartedAccess(MemoryAccess):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_come_part_by_part_are_the_same_weights(
-    family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_leased_in_parts_are_bit_identical(family: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every family, the embedding and the head can be leased in parts, with bit-identical results."""
     monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", 1024)
     monkeypatch.setattr("megatrain.base.layout.PART_ALIGNMENT_ELEMENTS", 1024)
@@ -186,19 +184,19 @@ def test_weights_that_come_part_by_part_are_the_same_weights(
     expected = train_step(build_model(config), padded_batches(), SEED)
     found = step(config, is_part_major=True)
     assert_close(found, (expected.loss, expected.gradients))
-    runner, access = runner_of(config, access=PartedAccess, is_part_major=True)
+    runner, access = runner_of(config, access=AccessInParts, is_part_major=True)
     loss = runner.forward_backward(padded_batches(), seed=SEED).loss
     assert_same((loss, access.finish()), found)
     evaluated = runner.evaluate(padded_batches())
     assert evaluated.terms == runner_of(config)[0].evaluate(padded_batches()).terms
-    assert isinstance(access, PartedAccess)
+    assert isinstance(access, AccessInParts)
     vocabulary = {name for name, rows in access.cut.items() if rows[-1].stop == VOCAB}
     num_tables = (1 if tied else 2) + (family == "gemma3n_text")  # this family has one more embedding
     assert len(vocabulary) == num_tables, access.cut
     assert all(len(each.taken) in (0, len(each.rows)) for each in access.handed_out)
 
 
-def test_the_difference_to_one_whole_product_is_rounding() -> None:
+def test_chunked_logits_differ_from_whole_only_by_rounding() -> None:
     config = tiny_config("gemma2")  # caps its logits
     whole = step(config, head_columns=0)
     for columns in (1, 7, COLUMNS, VOCAB):
@@ -229,43 +227,43 @@ def test_smoothed_labels_and_evaluation(family: str) -> None:
     assert losses[1].num_tokens == losses[0].num_tokens
 
 
-def test_the_routers_loss_is_added_once() -> None:
+def test_router_loss_is_added_once() -> None:
     config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
     expected = train_step(build_model(config), padded_batches(), SEED)
     assert_close(step(config), (expected.loss, expected.gradients))
     assert_close(step(config, is_part_major=True), (expected.loss, expected.gradients))
 
 
-def with_bias_of_words(module: Any, args: Any, logits: Tensor) -> Tensor:
+def add_vocabulary_bias(module: Any, args: Any, logits: Tensor) -> Tensor:
     return logits + torch.linspace(0, 1, VOCAB, dtype=logits.dtype, device=logits.device)
 
 
-def with_look_at_all_words(module: Any, args: Any, logits: Tensor) -> Tensor:
+def subtract_logsumexp(module: Any, args: Any, logits: Tensor) -> Tensor:
     return logits - 0.1 * logits.logsumexp(-1, keepdim=True)
 
 
-def with_words_moved(module: Any, args: Any, logits: Tensor) -> Tensor:
+def roll_vocabulary(module: Any, args: Any, logits: Tensor) -> Tensor:
     return torch.roll(logits, 1, -1)
 
 
-def with_noise(module: Any, args: Any, logits: Tensor) -> Tensor:
+def apply_logit_dropout(module: Any, args: Any, logits: Tensor) -> Tensor:
     return torch.nn.functional.dropout(logits, 0.5)
 
 
-def with_a_second_use(module: Any, args: Any, logits: Tensor) -> Tensor:
+def add_weight_mean(module: Any, args: Any, logits: Tensor) -> Tensor:
     return logits + module.weight.mean()
 
 
 @pytest.mark.parametrize(
-    "hook", [with_bias_of_words, with_look_at_all_words, with_words_moved, with_noise, with_a_second_use]
+    "hook", [add_vocabulary_bias, subtract_logsumexp, roll_vocabulary, apply_logit_dropout, add_weight_mean]
 )
-def test_logits_that_are_more_than_elementwise_are_whole(hook: Any) -> None:
+def test_non_elementwise_logit_hooks_disable_chunking(hook: Any) -> None:
     config = tiny_config("llama", tied=False)
     runner, _ = runner_of(config, hook=hook)
     assert runner.head.rows == ROWS and runner.head.columns == 0 and runner.head.parts == 1
 
 
-def test_elementwise_code_of_the_model_runs_on_a_part() -> None:
+def test_elementwise_logit_hooks_run_on_chunks() -> None:
     def capped(module: Any, args: Any, logits: Tensor) -> Tensor:
         return 3.0 * torch.tanh(logits.float() / 3.0) * (args[0].float().mean(-1, keepdim=True) + 1)
 
@@ -275,7 +273,7 @@ def test_elementwise_code_of_the_model_runs_on_a_part() -> None:
     assert_close(step(config, hook=capped), step(config, hook=capped, head_columns=0))
 
 
-def test_parts_follow_from_the_model_alone() -> None:
+def test_vocabulary_chunks_depend_only_on_the_model() -> None:
     small = plan_head(build_graph(tiny_config("llama")))
     assert small is not None and small.cut_weight == "lm_head.weight"
     assert (small.default_columns, small.default_rows(small.default_columns)) == (8192, 2048)
@@ -321,7 +319,7 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
     assert 0 < embedding.memory.backward_nbytes < 1 << 20 < 32 * 8192 * 32 * 4  # no dense gradient
 
 
-def test_kept_parts_are_in_the_plan() -> None:
+def test_workspace_includes_kept_logit_parts() -> None:
     graph, trace = build_graph(tiny_config("llama", vocab_size=8 * 8192, tied=False)), trace_of(8 * 8192)
     base = planned_workspace(graph, trace, 1)
     for parts in range(1, 9):

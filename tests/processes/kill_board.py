@@ -99,28 +99,28 @@ def watch(board: Board) -> None:
         *classes, last = name.split(".")
         for part in classes:
             owner = getattr(owner, part)
-        setattr(owner, last, _telling(getattr(owner, last), board, phase))
+        setattr(owner, last, _report_phase(getattr(owner, last), board, phase))
 
     from megatrain.checkpoint.saver import Saver
     from megatrain.training.open_run import OpenRun
 
     finish, load = Saver.finish, OpenRun.load
 
-    def finish_and_tell(self: Saver) -> None:
+    def finish_and_report(self: Saver) -> None:
         finish(self)
         if self.saved_step is not None:
             board.set_step("reported", self.saved_step)
 
-    def load_and_tell(self: OpenRun, *arguments: Any) -> Any:
+    def load_and_report(self: OpenRun, *arguments: Any) -> Any:
         checkpoint = load(self, *arguments)
         board.set_step("resumed", 0 if checkpoint is None else checkpoint.state.step)
         return checkpoint
 
-    setattr(Saver, "finish", finish_and_tell)  # noqa: B010
-    setattr(OpenRun, "load", load_and_tell)  # noqa: B010
+    setattr(Saver, "finish", finish_and_report)  # noqa: B010
+    setattr(OpenRun, "load", load_and_report)  # noqa: B010
 
 
-def _telling(function: Callable[..., Any], board: Board, phase: str) -> Callable[..., Any]:
+def _report_phase(function: Callable[..., Any], board: Board, phase: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         lane = _LANES.get(threading.current_thread().name, 1)

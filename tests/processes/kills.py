@@ -145,16 +145,16 @@ class Killer:
     Args:
         model: Folder with weights and tokenizer.
         folder: Folder for the runs.
-        most_per_run: Maximum number of signals to one run.
+        max_starts_per_run: Maximum number of signals to one run.
 
     Attributes:
         runs: Runs that received signals.
         problems: Errors found. After the first error, no further signals are sent.
     """
 
-    def __init__(self, model: Path, folder: Path, *, seed: int, most_per_run: int) -> None:
+    def __init__(self, model: Path, folder: Path, *, seed: int, max_starts_per_run: int) -> None:
         self._model, self._folder, self._random = model, folder, random.Random(seed)
-        self._most_per_run = most_per_run
+        self._most_per_run = max_starts_per_run
         self._board = Board()
         self._expected: Outcome | None = None
         self._unbroken_s = 0.0
@@ -182,7 +182,7 @@ class Killer:
                 copies=placement != "RAM" and turn % 2 == 1,
             )
             self.runs.append(run)
-            self._run_broken(run, number)
+            self._run_with_signals(run, number)
             if not self.problems:
                 shutil.rmtree(run.folder)
 
@@ -205,7 +205,7 @@ class Killer:
         self._expected = read_outcome(run.folder)
         self.problems += [f"{run}, undisturbed: {text}" for text in self._problems_at_end(run)]
 
-    def _run_broken(self, run: Run, number: int) -> None:
+    def _run_with_signals(self, run: Run, number: int) -> None:
         """Restart a run until it finishes, and send it the signal a random number of times."""
         while not self.problems:
             is_enough = bool(run.starts) and self._random.random() < _ENOUGH
@@ -215,7 +215,7 @@ class Killer:
             who = f"{run}, start {len(run.starts)}, signal {start.number} in {start.where}"
             run.safe = max(run.safe, start.reported)
             self.problems += [f"{who}: {text}" for text in check_after_kill(run.folder, run.keep, run.safe, run.drives)]
-            if start.is_hung or start.code not in codes_allowed(start):
+            if start.is_hung or start.code not in allowed_exit_codes(start):
                 reason = f"no phase ended in {HUNG_AFTER_S} s" if start.is_hung else f"exit status {start.code}"
                 self.problems.append(f"{who}: {reason}\n{run.log_tail}")
             elif start.code == 0:
@@ -302,7 +302,7 @@ def longest_delay_s(before: Mapping[str, float], now: Mapping[str, float]) -> fl
     return max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
 
 
-def codes_allowed(start: Start) -> tuple[int, ...]:
+def allowed_exit_codes(start: Start) -> tuple[int, ...]:
     """Return the allowed exit statuses of a start."""
     if start.where is None:
         return (0,)
@@ -348,7 +348,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-", dir=arguments.scratch))
     preload(arguments.model, folder / "preload")
-    killer = Killer(arguments.model, folder, seed=arguments.seed, most_per_run=arguments.per_run)
+    killer = Killer(arguments.model, folder, seed=arguments.seed, max_starts_per_run=arguments.per_run)
     figures: dict[str, Any] = {}
     for number, times in ((signal.SIGKILL, arguments.kills), (signal.SIGTERM, arguments.stops)):
         first, start_s = len(killer.runs), time.monotonic()

@@ -70,7 +70,7 @@ def install_fault(what: str, instant: str, nth: int) -> None:
     setattr(owner, name, wrapped)
 
 
-class FaultWhile(Fault):
+class FaultWhileFileExists(Fault):
     """Fault of a drive that lasts while a file exists: no free space, or a flipped bit in each read."""
 
     def __init__(self, what: str, file: Path) -> None:
@@ -85,13 +85,13 @@ class FaultWhile(Fault):
         return super().affects(on, file) and self._file.exists()
 
 
-def break_drives(what: str, file: Path) -> None:
+def inject_drive_faults(what: str, file: Path) -> None:
     """Simulate full drives, or flip bits in reads, while a file exists. The tier checks full drives every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
 
     def make(self: FileEngine, tier: Any, mover: Any, **options: Any) -> None:
-        real(self, tier, FaultyMover(mover, [FaultWhile(what, file)]), **options)
+        real(self, tier, FaultyMover(mover, [FaultWhileFileExists(what, file)]), **options)
 
     FileEngine.__init__ = make  # type: ignore[method-assign]
 
@@ -124,7 +124,7 @@ def main() -> None:
         elif rank == own and what == "asks":
             record_gpu_queries(Path(how[0]))
         elif rank == own:
-            break_drives(what, Path(how[0]))
+            inject_drive_faults(what, Path(how[0]))
     command_group()()
 
 

@@ -160,8 +160,8 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     return pid
 
 
-def _set_subreaper(is_one: bool) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(is_one), 0, 0, 0) != 0:
+def _set_subreaper(is_subreaper: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 

@@ -71,7 +71,7 @@ def test_fetches_keep_to_buffers_of_their_size(store: TieredStore, ram: Simulate
     assert window.prefetch_wasted == 0 and window.prefetch_on_time == 3 * 7
 
 
-def test_a_lease_waits_for_a_buffer_on_its_way_out(store: TieredStore, ram: SimulatedTier) -> None:
+def test_lease_waits_for_a_draining_buffer(store: TieredStore, ram: SimulatedTier) -> None:
     store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
     store.reserve("ram", 3 * MiB)
     before = ram.num_drops

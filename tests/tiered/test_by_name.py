@@ -85,7 +85,7 @@ def test_failed_put_leaves_no_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["off", "resume", "always"])
 @pytest.mark.parametrize("shape", [(2000, 33), (3001,), (5, 7, 1000)])
-def test_rows_are_read_from_files_alone(shape: tuple[int, ...], verify: Verify, tmp_path: Path) -> None:
+def test_row_reads_transfer_no_block(shape: tuple[int, ...], verify: Verify, tmp_path: Path) -> None:
     wanted = numbers(*shape)
     with make_store(tmp_path, verify=verify) as store:
         store.put("a", wanted)
@@ -169,7 +169,7 @@ def test_rows_are_written(tmp_path: Path) -> None:
                 store.write_rows(home, 0, wanted[:1])
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_read_rows_detects_damage(tmp_path: Path) -> None:
     with make_store(tmp_path, verify="always") as store:
         store.put("a", numbers(2000, 33))
         store.evict("a", "ram").wait(10)
@@ -192,7 +192,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
-def test_a_stream_fetches_ahead_as_far_as_there_is_room(mode: Any, tmp_path: Path) -> None:
+def test_stream_prefetches_as_far_as_space_allows(mode: Any, tmp_path: Path) -> None:
     """Each block crosses the link once, and prefetched blocks arrive before they are requested."""
     num_blocks, block_bytes = 16, 64 * KiB
     with make_store(tmp_path, ram=4 * block_bytes) as store:
@@ -215,7 +215,7 @@ def test_a_stream_fetches_ahead_as_far_as_there_is_room(mode: Any, tmp_path: Pat
         assert store[keys[-1]][0] == num_blocks - 1 + (100 if mode == "rw" else 0)
 
 
-def test_a_stream_ends_with_its_loop(tmp_path: Path) -> None:
+def test_leaving_a_stream_loop_releases_its_lease(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         for key in "abc":
             store.put(key, numbers(10, 10))

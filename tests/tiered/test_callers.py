@@ -70,7 +70,7 @@ def test_leases_of_a_backward_belong_to_its_caller(store: TieredStore, monkeypat
 
 
 @pytest.mark.usefixtures("caller")
-def test_outside_of_a_backward_they_are_waited_for(store: TieredStore) -> None:
+def test_leases_are_awaited_outside_a_backward(store: TieredStore) -> None:
     for key in ("one", "two"):
         with pytest.raises(TimeoutError):
             store.acquire(key, "ram", "r", timeout_s=0.05)

@@ -42,9 +42,7 @@ def values(store: TieredStore) -> set[float]:
     return found
 
 
-def test_all_that_a_manifest_names_is_flushed_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_flushed_before_their_manifest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: set[tuple[int, int]] = set()
 
     def watch(name: str) -> None:
@@ -138,7 +136,7 @@ def crash_at(operation: int, work: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_instant_of_commits_and_pruning_can_be_opened(stride: int, tmp_path: Path) -> None:
+def test_store_opens_after_a_crash_during_commit_or_pruning(stride: int, tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         write(store, 1)
         store.commit({"value": 1}).wait(60)

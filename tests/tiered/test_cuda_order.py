@@ -72,7 +72,7 @@ def test_device_runs_work_as_late_as_possible(device: LazyDevice) -> None:
     assert done == [1, 2, 3]
 
 
-def test_bytes_leave_after_the_kernel_that_made_them(device: LazyDevice, store: TieredStore) -> None:
+def test_write_back_waits_for_the_producing_kernel(device: LazyDevice, store: TieredStore) -> None:
     store.register("block", (N,), torch.float32, home="ram")
     with store.acquire("block", "gpu", "w") as lease:
         tensor = lease.tensor
@@ -81,7 +81,7 @@ def test_bytes_leave_after_the_kernel_that_made_them(device: LazyDevice, store: 
     assert read_in_ram(store, "block") == [3.0]
 
 
-def test_a_slot_is_not_filled_again_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
+def test_slot_refill_waits_for_the_last_reader(device: LazyDevice, store: TieredStore) -> None:
     seen: list[float] = []
     for number in range(6):
         store.register(f"block.{number}", (N,), torch.float32, home="ram")
@@ -95,7 +95,7 @@ def test_a_slot_is_not_filled_again_before_its_last_reader(device: LazyDevice, s
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
+def test_write_on_another_stream_waits_for_the_last_slot_reader(device: LazyDevice, store: TieredStore) -> None:
     """The ``w`` lease is on another stream and fetches nothing, so only the lease itself can make the write wait."""
     seen: list[float] = []
     for key in ("first", "second"):
@@ -116,7 +116,7 @@ def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(device: 
     assert seen == [1.0]
 
 
-def test_a_lease_on_another_stream_goes_back_in_that_stream_s_order(device: LazyDevice, store: TieredStore) -> None:
+def test_write_back_waits_for_the_release_stream(device: LazyDevice, store: TieredStore) -> None:
     store.register("block", (N,), torch.float32, home="ram")
     side = device.stream()
     lease = store.acquire("block", "gpu", "w", stream=side)
@@ -126,7 +126,7 @@ def test_a_lease_on_another_stream_goes_back_in_that_stream_s_order(device: Lazy
     assert read_in_ram(store, "block") == [7.0]
 
 
-def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevice) -> None:
+def test_host_slot_is_not_reused_during_its_copy(device: LazyDevice) -> None:
     """If a transfer ended as soon as its copy was queued, the next block could overwrite the host slot."""
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
     link = CudaLink(ram, gpu)
@@ -169,7 +169,7 @@ def test_read_does_not_wait_for_a_write_back(device: LazyDevice, store: TieredSt
 # -- links and events --------------------------------------------------------------------------------------------------
 
 
-def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel(device: LazyDevice) -> None:
+def test_fetch_into_a_free_slot_overtakes_a_blocked_fetch(device: LazyDevice) -> None:
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
     link = CudaLink(ram, gpu)
     busy, free, sources = slot_of(gpu), slot_of(gpu), [slot_of(ram), slot_of(ram)]
@@ -187,9 +187,7 @@ def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel(device: Laz
     link.close()
 
 
-def test_an_error_after_the_copy_was_queued_waits_for_the_copy(
-    device: LazyDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_after_queuing_a_copy_waits_for_the_copy(device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
     link = CudaLink(ram, gpu)
     host, target = slot_of(ram), slot_of(gpu)
@@ -263,7 +261,7 @@ def test_a_lease_orders_the_current_stream_and_the_given_one(device: LazyDevice,
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_go_back_to_the_device_after_their_last_kernel(device: LazyDevice) -> None:
+def test_pool_returns_memory_to_the_device_after_its_last_kernel(device: LazyDevice) -> None:
     gpu = device.gpu_tier(2 * NBYTES)
     slot, ran = slot_of(gpu), []
     device.launch(lambda: ran.append(1))
@@ -276,7 +274,7 @@ def test_bytes_go_back_to_the_device_after_their_last_kernel(device: LazyDevice)
     gpu.close()
 
 
-def test_a_new_buffer_waits_for_no_kernel(device: LazyDevice) -> None:
+def test_new_buffer_is_idle_despite_queued_kernels(device: LazyDevice) -> None:
     gpu = device.gpu_tier(2 * NBYTES)
     device.launch(lambda: None)
     assert buffer_of(slot_of(gpu)).is_idle()
@@ -364,7 +362,7 @@ def test_every_kernel_sees_the_program_order_values(seed: int, device: LazyDevic
             assert read_in_ram(store, key) == [value]
 
 
-def test_prefetches_change_no_result(device: LazyDevice) -> None:
+def test_prefetching_does_not_change_results(device: LazyDevice) -> None:
     """The prefetcher starts copies on the links' threads, whenever space becomes free."""
     order = [0, 1, 2, 3, 3, 2, 1, 0] * 4
     with TieredStore([device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as store:

@@ -41,13 +41,15 @@ def round_trip(path: Path, nbytes: int, *, aligned: bool) -> None:
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_any_size_and_any_memory(nbytes: int, aligned: bool, tmp_path: Path) -> None:
+def test_direct_io_round_trips_any_size_and_alignment(nbytes: int, aligned: bool, tmp_path: Path) -> None:
     round_trip(tmp_path / "file", nbytes, aligned=aligned)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("where", ["open", "pwritev", "preadv"])
-def test_file_systems_without_it(where: str, aligned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_o_direct_fall_back_to_buffered(
+    where: str, aligned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some file systems refuse O_DIRECT when a file is opened, others when it is read or written."""
     real_open, refused = os.open, []
 
@@ -75,7 +77,7 @@ def test_file_systems_without_it(where: str, aligned: bool, tmp_path: Path, monk
     assert refused
 
 
-def test_errors_are_passed_on(tmp_path: Path) -> None:
+def test_io_errors_are_propagated(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), opened(tmp_path / "no", os.O_RDONLY):
         pass
     (tmp_path / "file").write_bytes(bytes(4096))
@@ -85,7 +87,7 @@ def test_errors_are_passed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 5000, 70_000])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_the_end_of_a_file_that_was_cut_off(nbytes: int, aligned: bool, tmp_path: Path) -> None:
+def test_read_of_a_truncated_file_stops_at_its_end(nbytes: int, aligned: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes([5]) * nbytes)
     for into in (memory(80_000, aligned=aligned), None):
         digest = Digest()

@@ -46,7 +46,7 @@ def mapping_of(address: int) -> str:
     return next(entry for entry, start, end in bounds if start <= address < end)
 
 
-def made_store(folder: Path) -> TieredStore:
+def make_store_with_block(folder: Path) -> TieredStore:
     store = TieredStore([RamTier(8 * MiB), NvmeTier([folder / "drive"], 64 * MiB)], path=str(folder / "store"))
     store.put("a", torch.ones(1 * MiB))
     return store
@@ -60,7 +60,7 @@ def test_slabs_are_excluded_from_forks(nbytes: int) -> None:
 
 
 def test_a_child_refuses_every_use_of_its_parents_store(tmp_path: Path) -> None:
-    with made_store(tmp_path) as store:
+    with make_store_with_block(tmp_path) as store:
         lease = store.acquire("a", "ram")
         uses: dict[str, Callable[[], object]] = {
             "acquire": lambda: store.acquire("a", "ram"),
@@ -90,8 +90,8 @@ def test_a_child_refuses_every_use_of_its_parents_store(tmp_path: Path) -> None:
         lease.release()
 
 
-def test_a_child_refuses_also_while_a_thread_of_the_parent_holds_the_lock(tmp_path: Path) -> None:
-    with made_store(tmp_path) as store, store._changed, store._leasing._acquire_many_lock:
+def test_forked_child_raises_despite_locks_held_by_the_parent(tmp_path: Path) -> None:
+    with make_store_with_block(tmp_path) as store, store._changed, store._leasing._acquire_many_lock:
         for keys in (["a"], []):
             requests = [(key, "ram", "r") for key in keys]
             assert "was forked" in in_child(lambda requests=requests: str(store.acquire_many(requests)))  # type: ignore
@@ -109,7 +109,7 @@ def check_in_own_process(check: Callable[[Path], None], folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_child_gets_no_spare_pages_of_its_parent(tmp_path: Path) -> None:
+def test_forked_child_does_not_use_the_parents_spare_pages(tmp_path: Path) -> None:
     check_in_own_process(check_slab_of_child, tmp_path)
 
 
@@ -130,7 +130,7 @@ def check_slab_of_child(folder: Path) -> None:
     assert in_child(work) == str(32 * MiB)
 
 
-def test_a_child_closes_nothing_and_opens_a_store_of_its_own(tmp_path: Path) -> None:
+def test_forked_child_leaves_the_parent_store_open_and_opens_its_own(tmp_path: Path) -> None:
     check_in_own_process(check_store_of_child, tmp_path)
 
 
@@ -138,10 +138,10 @@ def check_store_of_child(folder: Path) -> None:
     def work() -> str:
         with store:
             store.close()
-        with made_store(folder / "of_child") as own:
+        with make_store_with_block(folder / "of_child") as own:
             return f"{float(own['a'].sum())} {in_child(lambda: str(own['a']))}"
 
-    with made_store(folder) as store:
+    with make_store_with_block(folder) as store:
         store.commit().wait()
         found = in_child(work)
         assert found.startswith(f"{float(MiB)} TieredError: process"), found
@@ -199,7 +199,7 @@ def losses_of_offloaded_module(folder: Path, **loading: object) -> list[float]:
 def test_forked_workers_of_a_loader_feed_an_offloaded_module(tmp_path: Path) -> None:
     forked = losses_of_offloaded_module(tmp_path / "forked", num_workers=2, multiprocessing_context="fork")
     assert forked == losses_of_offloaded_module(tmp_path / "alone") and len(set(forked)) == 4
-    with made_store(tmp_path) as store, pytest.raises(Exception, match="was forked from process"):
+    with make_store_with_block(tmp_path) as store, pytest.raises(Exception, match="was forked from process"):
         next(iter(DataLoader(Rows(store), num_workers=1, multiprocessing_context="fork")))
 
 

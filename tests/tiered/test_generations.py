@@ -121,7 +121,7 @@ def test_commit_reports_its_cost(make_tiers: MakeTiers, kind: str, tmp_path: Pat
     assert read_manifest(tmp_path / "run").paths == paths
 
 
-def test_a_commit_and_a_load_count_their_bytes(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+def test_commit_and_load_report_their_byte_counts(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         commit = store.commit()
         assert commit.num_bytes == 3 * 120_000
@@ -170,12 +170,12 @@ def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str
         assert sorted(f.name for f in (tmp_path / "run/snap").iterdir() if f.is_dir()) == ["00000004", "00000005"]
         for tier in store._movement.tiers.values():
             if isinstance(tier, NvmeTier):
-                assert tier.snapshots.nbytes == _frozen_only(tier), "the ledger equals the disk usage"
+                assert tier.snapshots.nbytes == _snapshot_only_bytes(tier), "the ledger equals the disk usage"
     with TieredStore.open(str(tmp_path / "run"), make_tiers(), generation=4) as store:
         assert value_of(store, KEYS[0]) == 13
 
 
-def _frozen_only(tier: NvmeTier) -> int:
+def _snapshot_only_bytes(tier: NvmeTier) -> int:
     """Return the total size in bytes of the files that have links below ``snap/`` but not below ``live/``."""
     live = {f.stat().st_ino for d in tier.directories for f in d.live.rglob("c/*") if not f.is_symlink()}
     frozen = [f.stat() for d in tier.directories for f in d.snap.rglob("c/*") if not f.is_symlink()]
@@ -231,7 +231,7 @@ def test_commit_works_without_symlinks(tmp_path: Path, monkeypatch: pytest.Monke
         assert value_of(store, KEYS[0]) == 1
 
 
-def test_a_flipped_byte_is_found(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+def test_open_detects_flipped_bytes_and_missing_files(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         store.commit().wait(60)
     part = tmp_path / "run/snap/00000001" / KEYS[1] / "c/0"
@@ -291,7 +291,7 @@ store.commit({"value": 2}).wait()
 """
 
 
-def test_a_killed_commit_leaves_the_one_before(tmp_path: Path) -> None:
+def test_killed_commit_leaves_the_previous_generation_current(tmp_path: Path) -> None:
     process = warm.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120)
     assert process.returncode == -9
     assert (tmp_path / "snap/00000002").is_dir() and current_generation(tmp_path) == 1
@@ -324,7 +324,7 @@ def test_failed_commit_is_reported_and_removed(
         assert last.generation == 2
 
 
-def test_a_full_drive_shows_before_a_block_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_drive_is_detected_before_a_block_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -349,7 +349,7 @@ def test_unawaited_failure_raises_a_warning(tmp_path: Path, monkeypatch: pytest.
         store.close()
 
 
-def test_work_continues_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_is_usable_while_a_commit_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiered.durable import commit as module
 
     go, write = threading.Event(), module.write_array
@@ -431,7 +431,7 @@ def test_dtypes_shapes_and_empty_blocks_survive(tmp_path: Path) -> None:
         assert len(list(store.blocks())) == 2 * len(tensors)
 
 
-def test_mistakes_are_refused_with_advice(tmp_path: Path) -> None:
+def test_invalid_generation_calls_raise_with_advice(tmp_path: Path) -> None:
     with TieredStore([ram()]) as store, pytest.raises(GenerationError, match="pass path="):
         store.commit()
     with pytest.raises(GenerationError, match="nothing was committed"):

@@ -47,7 +47,7 @@ class Stream:
         self.waited_for.append(event)
 
 
-def test_a_buffer_remembers_the_work_that_uses_it_until_it_is_done() -> None:
+def test_buffer_keeps_events_until_they_complete() -> None:
     buffer, first, second, stream = DeviceBuffer(torch.empty(0)), Event(), Event(), Stream()
     buffer.add_event(first, "compute")
     buffer.add_event(second, "copies")
@@ -63,7 +63,7 @@ def test_a_buffer_remembers_the_work_that_uses_it_until_it_is_done() -> None:
     assert fourth.is_done and third.is_done and buffer.pending_events == {}
 
 
-def test_work_that_is_remembered_while_the_host_waits_is_not_forgotten() -> None:
+def test_events_added_during_a_wait_are_kept() -> None:
     buffer, later, other = DeviceBuffer(torch.empty(0)), Event(), Event()
 
     class Meanwhile(Event):

@@ -67,7 +67,7 @@ def tier(folder: Path, engine: Engine) -> NvmeTier:
 
 
 @needs_kvikio
-def test_the_checks_of_the_engine_pass(stand_in: Path, tmp_path: Path) -> None:
+def test_kvikio_engine_checks_pass_in_a_separate_process(stand_in: Path, tmp_path: Path) -> None:
     """A separate process runs all tests of ``stand_in/checks.py``. If one fails, this test prints the output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "CUFILE"))}
     if not has_driver():
@@ -102,7 +102,7 @@ def test_missing_kvikio_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("engine", ["posix", "auto"])
-def test_without_gds_system_calls_carry_the_bytes(tmp_path: Path, engine: Engine) -> None:
+def test_posix_mover_is_used_without_gds(tmp_path: Path, engine: Engine) -> None:
     nvme = tier(tmp_path, engine)
     if not probe_kvikio(tmp_path).has_gds:
         assert isinstance(make_mover(nvme), PosixMover)
@@ -135,13 +135,13 @@ def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pyt
     other = threading.Thread(target=lambda: opened.append(nvme.open_for_write(file)))
     real = os.fstat
 
-    def look_late(fd: int) -> os.stat_result:
+    def fstat_after_concurrent_open(fd: int) -> os.stat_result:
         if other.ident is None:
             other.start()
             other.join(0.2)
         return real(fd)
 
-    monkeypatch.setattr(os, "fstat", look_late)
+    monkeypatch.setattr(os, "fstat", fstat_after_concurrent_open)
     opened.append(nvme.open_for_write(file))
     other.join(30)
     inodes = {real(fd).st_ino for fd in opened}
@@ -197,13 +197,13 @@ def test_hanging_driver_times_out(stand_in: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(has_driver(), reason="this machine has an NVIDIA driver")
 @needs_kvikio
-def test_the_probe_misses_the_driver(tmp_path: Path) -> None:
+def test_probe_reports_a_missing_driver(tmp_path: Path) -> None:
     found = probe_kvikio(tmp_path)
     assert found.installed and not found.libcuda and "the NVIDIA driver is missing" in found.reason
     assert not list(tmp_path.iterdir())
 
 
-def test_the_probe_misses_kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "first" / "kvikio").mkdir(parents=True)
     (tmp_path / "first" / "kvikio" / "__init__.py").write_text("import nowhere_to_be_found\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "first"))
@@ -219,7 +219,7 @@ def test_a_probe_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert reason.startswith("it ended with code -6 (step: import kvikio)"), reason
 
 
-def test_a_folder_without_room_is_reported(tmp_path: Path) -> None:
+def test_probe_reports_an_unusable_folder(tmp_path: Path) -> None:
     found = probe_kvikio(tmp_path / "missing")
     assert "No such file or directory" in found.reason
     assert dataclasses.replace(found, reason="") == KvikioProbe()

@@ -60,21 +60,21 @@ def inodes(*roots: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("homes", ["nvme", "ram", "mixed"])
-@pytest.mark.parametrize("homes_then", ["nvme", "ram", "mixed"])
-def test_homes_may_change_after_the_commit(tmp_path: Path, homes_then: str, homes: str) -> None:
-    with make_store(tmp_path, homes_then) as store:
+@pytest.mark.parametrize("committed_homes", ["nvme", "ram", "mixed"])
+def test_homes_may_change_after_the_commit(tmp_path: Path, committed_homes: str, homes: str) -> None:
+    with make_store(tmp_path, committed_homes) as store:
         commit(store, 10)
     with make_store(tmp_path, homes) as store:
         manifest = store.load()
         assert (manifest.generation, manifest.meta) == (1, {"value": 10})
         check(store, 10)
         assert commit(store, 20) == 2
-    with make_store(tmp_path, homes_then) as store:
+    with make_store(tmp_path, committed_homes) as store:
         store.load()
         check(store, 20)
 
 
-def test_files_that_are_in_place_are_adopted_and_not_copied(tmp_path: Path) -> None:
+def test_load_adopts_files_without_copying(tmp_path: Path) -> None:
     with make_store(tmp_path, drives=("a", "b")) as store:
         commit(store, 10)
     with make_store(tmp_path, drives=("a", "b")) as store:
@@ -108,7 +108,7 @@ def test_paths_may_change_after_the_commit(tmp_path: Path, drives: tuple[str, ..
         check(store, 20)
 
 
-def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> None:
+def test_load_rechunks_files_that_no_longer_fit(tmp_path: Path) -> None:
     """The old files exceed the new capacity, which is exactly enough for the contents in smaller files."""
     with make_store(tmp_path, chunk_bytes=512 * KiB, drives=("a", "b")) as store:
         commit(store, 10)
@@ -202,7 +202,7 @@ def test_a_generation_of_another_model_is_refused(tmp_path: Path) -> None:
         check(store, 10)
 
 
-def test_mistakes_leave_everything_as_it_is(tmp_path: Path) -> None:
+def test_failed_load_changes_nothing(tmp_path: Path) -> None:
     with make_store(tmp_path) as store:
         with pytest.raises(GenerationError, match="nothing was committed"):
             store.load()

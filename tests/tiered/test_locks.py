@@ -42,7 +42,7 @@ def make_store(path: Path) -> TieredStore:
     return TieredStore([RamTier(MiB, pin_memory=False), NvmeTier([path], GiB)])
 
 
-def test_a_deleted_lock_lets_no_second_process_in(tmp_path: Path) -> None:
+def test_deleted_lock_file_admits_no_second_process(tmp_path: Path) -> None:
     with make_store(tmp_path):
         (tmp_path / LOCK_NAME).unlink()
         command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path)]
@@ -74,9 +74,7 @@ def test_commit_to_a_folder_without_a_tier_refuses(tmp_path: Path) -> None:
             store.commit().wait()
 
 
-def test_a_file_that_is_deleted_before_it_is_locked_is_not_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_file_deleted_before_locking_is_recreated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, deleted = fcntl.flock, []
 
     def delete_first(fd: int, operation: int) -> None:
@@ -93,7 +91,7 @@ def test_a_file_that_is_deleted_before_it_is_locked_is_not_the_lock(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_locking_error_names_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     refuse_locks(monkeypatch, number)
     with pytest.raises(LockingError) as caught:
         NvmeTier([tmp_path], MiB)
@@ -146,7 +144,7 @@ def test_a_file_system_that_refuses_links_can_hold_blocks(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", ["a\u2028b", "a\u0085b", "a\rb", "a\x0cb", "a\x1cb"])
-def test_the_table_of_mounts_has_lines_of_the_kernel(tmp_path: Path, name: str) -> None:
+def test_mount_table_is_split_at_newlines_only(tmp_path: Path, name: str) -> None:
     mounts = tmp_path / "mountinfo"
     line = f"22 21 8:2 / /mnt/{name} rw - tmpfs tmpfs rw\n"
     mounts.write_bytes(b"21 1 8:1 / / rw - ext4 /dev/root rw\n" + line.encode())

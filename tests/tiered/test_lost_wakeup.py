@@ -41,14 +41,14 @@ def forbid_waiting(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store._movement.changed, "wait", wait)
 
 
-def test_a_fetch_that_ends_at_once_is_not_waited_for(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_immediately_completed_fetch_needs_no_wait(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.evict("a", "ram").wait(20)
     forbid_waiting(store, monkeypatch)
     with store.acquire("a", "ram") as lease:
         assert lease.tensor[0] == 7
 
 
-def test_an_error_that_comes_at_once_is_raised(
+def test_immediate_transfer_error_is_raised(
     store: TieredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.evict("a", "ram").wait(20)
@@ -58,7 +58,7 @@ def test_an_error_that_comes_at_once_is_raised(
         store.acquire("a", "ram")
 
 
-def test_a_commit_of_blocks_written_at_once_does_not_wait(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_with_immediate_writes_does_not_wait(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_waiting(store, monkeypatch)
     commit = store.commit()
     commit.wait(60)

@@ -89,14 +89,14 @@ def test_newest_generation_is_opened_despite_the_top_file(top: int | str | None,
     assert read_manifest(tmp_path / "drive").meta["value"] == 5
 
 
-def test_a_top_file_that_names_the_newest_is_not_reported(tmp_path: Path) -> None:
+def test_current_top_manifest_yields_no_notice(tmp_path: Path) -> None:
     make(tmp_path, 2)
     reader = GenerationReader(tmp_path / "drive")
     assert (reader.generation, reader.notice) == (2, None)
 
 
 @pytest.mark.parametrize("part", ["file", "manifest", "array"])
-def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: str, tmp_path: Path) -> None:
+def test_incomplete_newest_generation_falls_back_to_a_complete_one(part: str, tmp_path: Path) -> None:
     """A ``cp -r`` of a live store may copy an old top manifest, and a generation that is being removed."""
     make(tmp_path, 3, keep=3)
     make_current(tmp_path / "drive", 1)
@@ -181,7 +181,7 @@ def test_skipped_generations_stay_until_newer_ones_replace_them(tmp_path: Path) 
     assert list_generations(tmp_path / "drive") == [4, 5]
 
 
-def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> None:
+def test_new_store_refuses_to_overwrite_committed_generations(tmp_path: Path) -> None:
     make(tmp_path, 1)
     refused = tiers(tmp_path)
     with pytest.raises(GenerationError, match=r"has generation 1,.*TieredStore\.open\('.*drive', t.*overwrite=True"):
@@ -197,7 +197,7 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
         TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path / "drive"))
 
 
-def test_tiers_of_a_refused_store_give_up_their_lock_when_dropped(tmp_path: Path) -> None:
+def test_dropped_tiers_of_a_refused_store_release_their_locks(tmp_path: Path) -> None:
     """As in a notebook, the user follows the error's advice with new tiers, while the error is still being handled."""
     make(tmp_path, 1)
     try:

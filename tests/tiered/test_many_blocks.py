@@ -102,7 +102,7 @@ def test_opening_opens_one_file_per_block(committed: Path, monkeypatch: pytest.M
     assert of_blocks == {f"{key}/c/0": 1 for key in KEYS}
 
 
-def test_damage_names_the_first_block_that_has_it(committed: Path) -> None:
+def test_damage_error_names_the_first_damaged_block(committed: Path) -> None:
     for number in (298, 260, 200):
         path = committed / ROOT / KEYS[number] / "c/0"
         contents = bytearray(path.read_bytes())
@@ -123,7 +123,7 @@ def test_a_missing_or_short_file_names_the_block(number: int, committed: Path) -
         opened(committed)
 
 
-def test_documents_of_arrays_are_not_needed(committed: Path) -> None:
+def test_opening_needs_no_array_metadata(committed: Path) -> None:
     """If a block has one file, the checksum in the manifest suffices to verify its contents."""
     for key in KEYS:
         (committed / ROOT / key / "zarr.json").write_text("{")
@@ -131,7 +131,7 @@ def test_documents_of_arrays_are_not_needed(committed: Path) -> None:
         assert float(store[KEYS[-1]][0, 0]) == NUM_BLOCKS - 1
 
 
-def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
+def test_manifest_checksum_ignores_json_formatting(committed: Path) -> None:
     """Earlier versions formatted the same document differently. Only its contents count."""
     path = committed / ROOT / "MANIFEST.json"
     document = json.loads(path.read_text())
@@ -147,7 +147,7 @@ def test_a_manifest_that_was_written_in_another_form(committed: Path) -> None:
         opened(committed)
 
 
-def test_the_folder_of_a_store_is_known_by_its_attributes(committed: Path) -> None:
+def test_store_folder_is_identified_by_its_attributes(committed: Path) -> None:
     """``zarr.json`` also lists the members. This list grows with the blocks, and is not read to identify the folder."""
     path = committed / "zarr.json"
     document = json.loads(path.read_text())
@@ -158,7 +158,7 @@ def test_the_folder_of_a_store_is_known_by_its_attributes(committed: Path) -> No
     assert json.loads(path.read_text()) == document
 
 
-def test_the_work_of_a_commit_grows_with_its_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_work_is_linear_in_the_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_calls = 0
     array_bytes = commit.array_bytes
 

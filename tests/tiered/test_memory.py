@@ -92,7 +92,7 @@ def test_several_threads_make_a_large_slab_resident(has_populate: bool, monkeypa
     slab.close()
 
 
-def test_a_part_that_finds_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_out_of_memory_raises_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[int] = []
 
     def advise(address: int, nbytes: int, advice: int) -> int:
@@ -107,13 +107,13 @@ def test_a_part_that_finds_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPa
         HostSlab(16 * MiB)
 
 
-def test_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_raises_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: errno.ENOMEM)
     with pytest.raises(OSError, match="memory"):
         HostSlab(4096)
 
 
-def test_asking_for_page_locking_without_a_device_gives_plain_memory() -> None:
+def test_page_locking_without_a_device_gives_unpinned_memory() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a device")
     assert not HostSlab(4096, pin=True).is_pinned
@@ -206,7 +206,7 @@ def test_pool_reservations_share_the_ledger() -> None:
     assert ledger.used_bytes == 0 and ledger.usage().high_water_bytes == 80
 
 
-def test_failed_make_leaves_the_ledger_as_it_was() -> None:
+def test_failed_allocation_leaves_the_ledger_unchanged() -> None:
     def fail(nbytes: int) -> int:
         raise OSError(errno.ENOMEM, "no memory")
 
@@ -317,7 +317,7 @@ def test_slab_reuses_the_pages_of_a_closed_one() -> None:
     assert spare.nbytes == 0 and -9 * MiB <= resident_bytes() - before <= -7 * MiB
 
 
-def test_pages_that_a_tensor_still_shows_do_not_move() -> None:
+def test_pages_of_a_live_tensor_are_not_moved() -> None:
     spare = SparePages(64 * MiB)
     slab = HostSlab(4 * MiB, spare_pages=spare)
     tensor, view = slab.tensor.view(torch.float32)[5:], slab.view(0, 4096)
@@ -330,7 +330,7 @@ def test_pages_that_a_tensor_still_shows_do_not_move() -> None:
     assert float(tensor.sum()) == 3 * (MiB - 5)
 
 
-def test_a_tier_has_no_more_resident_than_its_capacity() -> None:
+def test_resident_memory_stays_within_the_tier_capacity() -> None:
     draw, tier, reserved = random.Random(0), RamTier(48 * MiB), 0
     held: list[Slot] = []
     before = resident_bytes()
@@ -353,7 +353,7 @@ def test_a_tier_has_no_more_resident_than_its_capacity() -> None:
     assert tier._spare_pages.nbytes == 0 and -MiB <= resident_bytes() - before <= 4 * MiB
 
 
-def test_bytes_that_are_reserved_are_given_back_first() -> None:
+def test_reservation_releases_spare_pages() -> None:
     tier = RamTier(16 * MiB)
     slot = tier.allocate(14 * MiB, name="large", home=False)
     assert slot is not None
@@ -383,7 +383,7 @@ def test_refused_page_move_ends_moves_without_leaks(monkeypatch: pytest.MonkeyPa
     assert (calls[0], tier._spare_pages.moved_bytes, tier._spare_pages.nbytes) == (3, 4 * MiB, 0)
 
 
-def test_a_kernel_without_moves_keeps_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_spare_pages_are_kept_if_pages_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_pages_can_move", lambda: False)
     assert not SparePages(MiB).keep(mmap.mmap(-1, 4 * MiB), 0, 4 * MiB)
 

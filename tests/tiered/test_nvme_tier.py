@@ -97,7 +97,7 @@ def test_empty_block(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_stripes_lie_on_all_paths_and_the_first_reads_whole(tmp_path: Path) -> None:
+def test_striped_block_reads_whole_from_the_first_path(tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB, rates=[2, 1], chunk_bytes=64 * KiB)
     slot = take(tier, 600 * KiB)
     tier.describe(slot, (600 * KiB,), torch.uint8)
@@ -124,7 +124,7 @@ def test_names_unusable_as_folders_are_refused(tmp_path: Path, key: str) -> None
     tier.close()
 
 
-def test_a_block_inside_another_or_twice_is_refused(tmp_path: Path) -> None:
+def test_nested_and_duplicate_block_names_are_refused(tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], MiB)
     slot = take(tier, 1, "a/b")
     for key in ("a/b", "a", "a/b/c", "a/b/c/0"):
@@ -142,14 +142,14 @@ def test_full_drive_is_refused_with_path_and_errno_and_leaves_nothing(
     real = os.posix_fallocate
     num_calls = 0
 
-    def full_at_the_third(fd: int, offset: int, nbytes: int) -> None:
+    def raise_enospc_from_third_call(fd: int, offset: int, nbytes: int) -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls >= 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(fd, offset, nbytes)
 
-    monkeypatch.setattr(os, "posix_fallocate", full_at_the_third)
+    monkeypatch.setattr(os, "posix_fallocate", raise_enospc_from_third_call)
     with pytest.raises(TransferError, match="No space left") as caught:
         tier.allocate(16384, name="layer.0/weight", home=True)
     assert caught.value.errno == errno.ENOSPC
@@ -167,12 +167,12 @@ def test_full_drive_gives_up_kept_files_first(tmp_path: Path, monkeypatch: pytes
     assert tier.pool_bytes == 65536
     real = os.posix_fallocate
 
-    def full_while_files_are_kept(fd: int, offset: int, nbytes: int) -> None:
+    def raise_enospc_while_files_are_kept(fd: int, offset: int, nbytes: int) -> None:
         if tier.pool_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(fd, offset, nbytes)
 
-    monkeypatch.setattr(os, "posix_fallocate", full_while_files_are_kept)
+    monkeypatch.setattr(os, "posix_fallocate", raise_enospc_while_files_are_kept)
     assert take(tier, 4096).slot_bytes == 4096
     assert tier.pool_bytes == 0
     tier.close()
@@ -240,7 +240,7 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
         NvmeTier([tmp_path], MiB)
 
 
-def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+def test_file_at_the_directory_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TieredError, match="cannot be created"):
         NvmeTier([tmp_path / "file"], MiB)
@@ -275,7 +275,7 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
     tier.close()
 
 
-def test_files_that_were_taken_over_are_kept_and_used_with_new_ones(tmp_path: Path) -> None:
+def test_leftover_files_are_reused_without_name_clashes(tmp_path: Path) -> None:
     """A new file must not get the name of a kept file."""
     tier = NvmeTier([tmp_path], MiB)
     for key in ("a", "b"):
@@ -308,7 +308,7 @@ def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
     assert ["dead run left (process 1 on here" in text for text in notices] == [True] * dies
 
 
-def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
+def test_sparse_file_is_not_kept_for_reuse(tmp_path: Path) -> None:
     """Space for the holes would be allocated only during a later write, when the drive may be full."""
     tier = NvmeTier([tmp_path], MiB)
     slots = {key: take(tier, 64 * KiB, key) for key in ("whole", "holes")}

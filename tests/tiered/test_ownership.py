@@ -127,7 +127,7 @@ def test_new_store_in_a_used_folder_changes_no_files(tmp_path: Path) -> None:
     assert contents(tmp_path, "one") == {2: 2} and contents(tmp_path, "away") == {1: 1, 3: 3}
 
 
-def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) -> None:
+def test_copied_store_leaves_the_original_intact(tmp_path: Path) -> None:
     with make_store(tmp_path, "one") as store:
         for value in (1, 2):
             commit(store, value)
@@ -175,7 +175,7 @@ def test_first_path_of_a_tier_can_be_a_shared_directory(tmp_path: Path) -> None:
     assert list(contents(tmp_path, "other").values()) == [31, 21]
 
 
-def test_a_lost_note_of_the_store_is_found_in_its_generations(tmp_path: Path) -> None:
+def test_lost_store_id_is_recovered_from_its_generations(tmp_path: Path) -> None:
     with make_store(tmp_path, "one") as store:
         commit(store, 1)
     identity = read_store_id(tmp_path / "one")
@@ -187,7 +187,7 @@ def test_a_lost_note_of_the_store_is_found_in_its_generations(tmp_path: Path) ->
     assert contents(tmp_path, "one") == {1: 1}
 
 
-def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
+def test_folder_with_a_damaged_owner_record_is_not_removed(tmp_path: Path) -> None:
     with make_store(tmp_path, "one", keep=1) as store:
         commit(store, 1)
         note = tmp_path / "drive0/snap/00000001/OWNER.json"
@@ -231,7 +231,7 @@ def test_partially_removed_folder_names_its_owner(
     assert on_drives(tmp_path) == [2]
 
 
-def test_files_that_another_process_removes_are_counted_no_more(tmp_path: Path) -> None:
+def test_files_removed_by_another_process_are_not_counted(tmp_path: Path) -> None:
     """A rank counts other ranks' files while those ranks open their stores and remove leftovers of dead runs."""
     with make_store(tmp_path, "run") as store:
         with store.acquire(KEYS[0], "ram", "w"):

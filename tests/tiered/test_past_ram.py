@@ -65,7 +65,7 @@ def test_routes_select_the_links_of_a_copy() -> None:
     assert direct.between("ram", "ram") == ()
 
 
-def test_blocks_go_straight_both_ways(store: TieredStore) -> None:
+def test_blocks_move_directly_between_gpu_and_nvme(store: TieredStore) -> None:
     put(store, 3.0)
     assert value_in(store, "gpu") == 3.0
     assert moved(store) == {"gpu->nvme": 1, "nvme->gpu": 1}
@@ -83,7 +83,7 @@ def test_direct_block_uses_ram_if_it_is_used_there(store: TieredStore) -> None:
     assert moved(store) == {"ram->nvme": 1, "nvme->gpu": 1, "gpu->nvme": 1, "nvme->ram": 1}
 
 
-def test_the_prefetcher_needs_no_room_in_ram(store: TieredStore) -> None:
+def test_direct_prefetch_needs_no_space_in_ram(store: TieredStore) -> None:
     """The prefetcher fetches directly to the GPU, even if homes fill all of RAM."""
     put(store, 4.0)
     store.register("full", (64 * KiB,), torch.uint8, home="ram")
@@ -183,7 +183,7 @@ def test_file_receives_the_preceding_kernel_output(device: LazyDevice, device_st
     assert value_in(device_store, "ram") == 3.0
 
 
-def test_a_slot_is_not_filled_before_its_last_reader(device: LazyDevice, device_store: TieredStore) -> None:
+def test_direct_read_waits_for_the_last_slot_reader(device: LazyDevice, device_store: TieredStore) -> None:
     for key, value in (("block", 1.0), ("other", 2.0)):
         with device_store.acquire(key, "ram", "w") as lease:
             lease.tensor.fill_(value)
@@ -198,7 +198,7 @@ def test_a_slot_is_not_filled_before_its_last_reader(device: LazyDevice, device_
     assert seen == [1.0, 2.0]
 
 
-def test_a_kernel_that_runs_long_holds_up_no_other_read(device: LazyDevice, tmp_path: Path) -> None:
+def test_long_kernel_does_not_delay_unrelated_reads(device: LazyDevice, tmp_path: Path) -> None:
     nvme = NvmeTier([tmp_path], MiB)
     tier = device.gpu_tier(MiB, alignment_bytes=4 * KiB)
     read, write = direct_links(tier, nvme, FileEngine(nvme, PosixMover(nvme)))
@@ -221,7 +221,7 @@ def test_a_kernel_that_runs_long_holds_up_no_other_read(device: LazyDevice, tmp_
     nvme.close()
 
 
-def _raising() -> Callable[[], None]:
+def _illegal_access_mock() -> Callable[[], None]:
     return mock.Mock(side_effect=RuntimeError("an illegal memory access"))
 
 
@@ -230,7 +230,7 @@ def test_a_device_that_fails_ends_the_transfer(tmp_path: Path) -> None:
     read, write = direct_links(tier, nvme, FileEngine(nvme, PosixMover(nvme)))
     home, slot = nvme.allocate(100, name="a", home=True), tier.allocate(100, name="a", home=False)
     assert home is not None and slot is not None
-    buffer_of(slot).add_event(mock.Mock(query=lambda: False, synchronize=_raising()), "compute")
+    buffer_of(slot).add_event(mock.Mock(query=lambda: False, synchronize=_illegal_access_mock()), "compute")
     for transfer in (write.submit(slot, home, 100), read.submit(home, slot, 100)):
         with pytest.raises(TransferError, match="the device failed: an illegal memory access"):
             transfer.wait(30)

@@ -57,7 +57,7 @@ def test_plugin_tiers_have_names() -> None:
     assert tiered.tier_class("nvme") is tiered.NvmeTier
 
 
-def test_a_tier_of_another_package_is_found_by_its_name_and_used(site: Path) -> None:
+def test_plugin_tier_is_found_by_name_and_works(site: Path) -> None:
     install(site, "shelf-of-others", "shelf = shelf_of_others:ShelfTier", "ram = shelf_of_others:ShelfTier")
     assert tiered.available_tiers() == ("gpu", "ram", "nvme", "shelf")
     assert "shelf_of_others" not in sys.modules, "a list of names imports nothing"
@@ -89,14 +89,14 @@ def test_unknown_name_error_lists_the_names() -> None:
         ("bad = shelf_of_others:NOT_A_CLASS", "names a str, not a class or function"),
     ],
 )
-def test_a_broken_package_is_named(site: Path, entry: str, message: str) -> None:
+def test_broken_plugin_error_names_the_package(site: Path, entry: str, message: str) -> None:
     install(site, "bad-one", entry)
     assert "bad" in tiered.available_tiers()
     with pytest.raises(TieredError, match=message):
         tiered.tier_class("bad")
 
 
-def test_one_name_in_two_packages(site: Path) -> None:
+def test_plugin_name_in_two_packages_is_refused(site: Path) -> None:
     install(site, "first", "shelf = shelf_of_others:ShelfTier")
     install(site, "second", "shelf = broken_tier:Tier")
     with pytest.raises(TieredError, match=r"package 'first' 1.5 .*and package 'second' 1.5 .*uninstall one"):
@@ -137,7 +137,7 @@ def test_the_suites_need_no_pytest() -> None:
     assert result.stdout.split() == ["False", "False"]
 
 
-class Miser(tiered.RamTier):
+class RefusesLastPage(tiered.RamTier):
     """Tier that never allocates its last page, but reports it as free."""
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.ext.Slot | None:
@@ -147,7 +147,9 @@ class Miser(tiered.RamTier):
 
 def test_inconsistent_tier_raises_instead_of_hanging() -> None:
     page = 4 * tiered.KiB
-    with tiered.TieredStore([Miser(2 * page, name="fast", pin_memory=False), tiered.RamTier(8 * page)]) as store:
+    with tiered.TieredStore(
+        [RefusesLastPage(2 * page, name="fast", pin_memory=False), tiered.RamTier(8 * page)]
+    ) as store:
         for key in ("a", "b"):
             store.register(key, (page,), torch.uint8, home="ram")
         message = "tier 'fast' reports 4096 free bytes but allocates no slot of 4096 bytes: .*TierSuite"

@@ -117,7 +117,7 @@ def test_short_counts_are_continued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(rig.load(home, (100_000,), torch.uint8), tensor.to(torch.uint8))
 
 
-def test_a_cut_off_file_is_an_error_with_its_path(rig: Rig) -> None:
+def test_truncated_file_error_names_its_path(rig: Rig) -> None:
     home = rig.home(100_000)
     rig.store(torch.ones(100_000, dtype=torch.uint8), home)
     path = files_of(home).files[0].path
@@ -128,7 +128,7 @@ def test_a_cut_off_file_is_an_error_with_its_path(rig: Rig) -> None:
     assert rig.read.usage().num_bytes == 0 and rig.read.usage().inflight_bytes == 0
 
 
-def test_a_missing_file_is_an_error_not_zeros(rig: Rig) -> None:
+def test_missing_file_raises_instead_of_reading_zeros(rig: Rig) -> None:
     home = rig.home(5000)
     path = files_of(home).files[0].path
     path.unlink()

@@ -58,7 +58,7 @@ def test_nearest_deadline_first_while_all_fits_together() -> None:
     assert picks(".abcd", room=5, size=2) == "ab"
 
 
-def test_the_access_of_now_takes_room_and_is_not_fetched() -> None:
+def test_current_access_takes_space_but_is_not_fetched() -> None:
     assert picks("abcd", room=3) == "bc"
 
 
@@ -85,7 +85,7 @@ def test_a_block_written_before_its_read_is_not_fetched() -> None:
     assert picks(".aA", room=9) == "a", "the read comes first"
 
 
-def test_an_overwrite_needs_room_but_no_bytes() -> None:
+def test_overwrite_takes_space_but_is_not_fetched() -> None:
     assert picks(".Abc", room=2) == "b"
     assert picks(".Abc", room=9, lookahead=1) == "b"
 
@@ -94,7 +94,9 @@ def test_no_prefetch_after_the_last_access() -> None:
     assert picks("abc", room=9, now=2) == ""
 
 
-def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "ram") -> list[tuple[str, str]]:
+def fetches_with_three_tiers(
+    accesses: list[Access], room: dict[str, int], middle: str = "ram"
+) -> list[tuple[str, str]]:
     """Return (key, tier) of each fetch with three tiers.
 
     Blocks with uppercase keys have their home below the middle tier.
@@ -113,12 +115,12 @@ def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "
 def test_pass_through_copies_take_space() -> None:
     """A copy on its way to the GPU must not evict a copy that was fetched for a later use in RAM."""
     accesses = [Access(1, "A", "gpu", "r"), Access(2, "B", "gpu", "r"), Access(3, "C", "ram", "r")]
-    assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
-    assert picks_of_three(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]
-    assert picks_of_three(accesses, {"gpu": 9, "ram": 0}) == []
+    assert fetches_with_three_tiers(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
+    assert fetches_with_three_tiers(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]
+    assert fetches_with_three_tiers(accesses, {"gpu": 9, "ram": 0}) == []
 
 
-def test_a_copy_that_will_change_takes_room_for_its_way_back() -> None:
+def test_modified_copy_takes_space_in_intermediate_tiers() -> None:
     """A copy that is only read is never written back, but a changed copy returns through the middle tier."""
     links = (("gpu", "ram"), ("ram", "gpu"), ("nvme", "ram"), ("ram", "nvme"))
     routes, block = Routes(links), Block(BlockSpec("a", (8,), torch.uint8, "nvme"))
@@ -136,13 +138,13 @@ def test_a_copy_that_will_change_takes_room_for_its_way_back() -> None:
     assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
 
 
-def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> None:
+def test_block_takes_space_in_every_tier_it_is_used_in() -> None:
     accesses = [Access(1, "a", "gpu", "w"), Access(2, "a", "ram", "r"), Access(3, "b", "ram", "r")]
-    assert picks_of_three(accesses, {"gpu": 1, "ram": 2}) == [("b", "ram")]
-    assert picks_of_three(accesses, {"gpu": 1, "ram": 1}) == []
+    assert fetches_with_three_tiers(accesses, {"gpu": 1, "ram": 2}) == [("b", "ram")]
+    assert fetches_with_three_tiers(accesses, {"gpu": 1, "ram": 1}) == []
 
 
-def test_leases_that_end_together_are_followed_by_one_walk() -> None:
+def test_group_release_triggers_one_schedule_walk() -> None:
     with TieredStore([GpuTier(1 << 16, device="cpu"), RamTier(1 << 20)]) as store:
         for key in "abcd":
             store.register(key, (8,), torch.float32, home="ram")

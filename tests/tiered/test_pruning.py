@@ -77,7 +77,7 @@ def watching(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> Itera
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
+def test_pruning_bounds_disk_use_and_keeps_a_complete_generation(
     keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     max_bytes = 0

@@ -104,7 +104,7 @@ def test_every_block_can_be_read_during_a_live_store(root: Path) -> None:
         assert list(reader.problems()) == []
 
 
-def test_mistakes_are_refused(root: Path) -> None:
+def test_invalid_reader_calls_are_refused(root: Path) -> None:
     reader = GenerationReader(root / "generations")
     with pytest.raises(BlockNotFoundError, match=r"'no' is registered.*generation 2 has 5 blocks"):
         reader.read("no", torch.empty(1))
@@ -117,7 +117,7 @@ def test_mistakes_are_refused(root: Path) -> None:
         GenerationReader(root / "a")
 
 
-def test_drives_that_moved_are_searched(root: Path) -> None:
+def test_moved_drives_are_found_by_search(root: Path) -> None:
     shutil.move(root / "b", root / "deep")  # the links in ``a`` now dangle
     reader = GenerationReader(root / "generations")
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_every_damaged_and_every_missing_file_is_named(root: Path) -> None:
     assert open_and_check(root) == []
 
 
-def test_all_damages_are_reported(root: Path) -> None:
+def test_problems_lists_all_damage(root: Path) -> None:
     snap = root / "generations/snap/00000002"
     (root / "b/snap/00000002/layer.0/weight/c/1").unlink()
     (snap / "layer.0/zarr.json").write_text("{}")
@@ -242,7 +242,7 @@ def test_generation_with_a_damaged_manifest_can_be_removed(root: Path) -> None:
     check(GenerationReader(root / "generations"), 1)
 
 
-def test_nothing_is_removed_under_a_living_store_or_from_another_one(root: Path) -> None:
+def test_removal_spares_open_stores_and_foreign_generations(root: Path) -> None:
     note = root / "a/snap/00000001/OWNER.json"
     foreign = json.loads(note.read_text())
     note.write_text(json.dumps({**foreign, "id": "0" * 32}))
@@ -278,7 +278,7 @@ def test_a_range_of_a_block_is_read_verified(root: Path, bounds: tuple[int, int]
     assert torch.equal(reader.read_range("large", *bounds), expected[slice(*bounds)])
 
 
-def test_a_damaged_piece_is_named_and_the_others_can_be_read(root: Path) -> None:
+def test_damaged_piece_raises_and_others_stay_readable(root: Path) -> None:
     reader = GenerationReader(root / "generations")
     path = reader.files("large")[0].path
     with path.open("r+b") as file:
@@ -293,7 +293,7 @@ def test_a_damaged_piece_is_named_and_the_others_can_be_read(root: Path) -> None
         reader.read_range("large", 0, 18 * MiB + 1)
 
 
-def test_a_block_with_another_number_of_checksums_is_damaged(root: Path) -> None:
+def test_block_with_a_wrong_checksum_count_is_damaged(root: Path) -> None:
     folder = root / "generations"
     manifest = read_manifest(folder)
     short = [replace(record, xxh3_64=record.xxh3_64[:-1]) for record in manifest.blocks]

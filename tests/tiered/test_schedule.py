@@ -62,7 +62,7 @@ def test_deferred_ticks_are_missing_at_first_and_alone_at_the_end() -> None:
     assert Access(9, "a/m", "ram", "rw") in schedule
 
 
-def test_next_use_and_walk_know_deferred_ticks() -> None:
+def test_next_use_and_walk_respect_deferred_ticks() -> None:
     schedule = deferring_schedule()
     assert [schedule.next_use("a/m", "ram", now) for now in (-1, 0, 2, 3, 6, 8, 9)] == [3, 3, 3, 6, 9, 9, NEVER]
     assert schedule.next_use("a", "ram", 7) == NEVER

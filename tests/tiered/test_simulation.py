@@ -33,7 +33,7 @@ def fill(store: TieredStore, *keys: str, nbytes: int = 64 * MiB) -> None:
     store.wait_idle()
 
 
-def test_a_fetch_takes_the_time_of_its_bytes() -> None:
+def test_simulated_fetch_time_matches_the_link_rate() -> None:
     clock = SimulatedClock()
     with make_store(clock, 256 * MiB) as store:
         fill(store, "a")
@@ -43,7 +43,7 @@ def test_a_fetch_takes_the_time_of_its_bytes() -> None:
         assert store.stats().stall_s["fill"] == pytest.approx(1.0)
 
 
-def test_a_prefetch_hides_behind_computing() -> None:
+def test_prefetch_overlaps_with_compute() -> None:
     clock = SimulatedClock()
     with make_store(clock, 256 * MiB) as store:
         fill(store, "a", "b")

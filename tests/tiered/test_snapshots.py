@@ -45,7 +45,7 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Nv
     return lambda: NvmeTier(paths, MiB, chunk_bytes=16 * KiB)
 
 
-def test_a_snapshot_stays_as_it_was_when_the_block_is_written_again(make_tier: Callable[[], NvmeTier]) -> None:
+def test_snapshot_is_unchanged_by_later_writes(make_tier: Callable[[], NvmeTier]) -> None:
     tier = make_tier()
     first = Path(tier.paths[0])
     slot = take(tier, 50_000)
@@ -88,7 +88,7 @@ def test_generations_share_unchanged_files(make_tier: Callable[[], NvmeTier]) ->
     tier.close()
 
 
-def test_a_file_that_several_generations_hold_takes_its_room_once(make_tier: Callable[[], NvmeTier]) -> None:
+def test_file_shared_by_generations_is_counted_once(make_tier: Callable[[], NvmeTier]) -> None:
     tier = make_tier()
     slot = take(tier, 20_000)
     tier.describe(slot, (20_000,), torch.uint8)
@@ -101,7 +101,7 @@ def test_a_file_that_several_generations_hold_takes_its_room_once(make_tier: Cal
     tier.close()
 
 
-def test_a_snapshot_that_failed_half_way_can_be_tried_again(
+def test_partially_failed_snapshot_can_be_retried(
     make_tier: Callable[[], NvmeTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_tier()
@@ -110,14 +110,14 @@ def test_a_snapshot_that_failed_half_way_can_be_tried_again(
     fill(tier, slot, 1)
     link, left = os.link, [2]
 
-    def fills_up(source: Path, target: Path) -> None:
+    def raise_enospc_after_two_links(source: Path, target: Path) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         link(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", fills_up)
+        patch.setattr(os, "link", raise_enospc_after_two_links)
         with pytest.raises(TransferError, match="cannot be linked into generation 1: No space left"):
             tier.snapshots.take(slot, "1")
     assert tier.snapshots.nbytes == 0
@@ -142,7 +142,7 @@ def test_snapshots_take_the_reserved_space(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_freed_block_lives_on_in_its_snapshot(make_tier: Callable[[], NvmeTier]) -> None:
+def test_snapshot_outlives_its_freed_block(make_tier: Callable[[], NvmeTier]) -> None:
     tier = make_tier()
     slot = take(tier, 20_000)
     tier.describe(slot, (20_000,), torch.uint8)
@@ -184,7 +184,7 @@ def test_adopt_brings_a_committed_block_back_in_a_new_process(make_tier: Callabl
     tier.close()
 
 
-def test_adopt_takes_over_another_cut_and_charges_it(tmp_path: Path) -> None:
+def test_adopt_keeps_the_snapshot_chunk_size_and_charges_it(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     tier = NvmeTier(paths, MiB, rates=[1, 1], chunk_bytes=4096)
     slot = take(tier, 50_000)

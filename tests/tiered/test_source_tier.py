@@ -68,7 +68,7 @@ def test_zarr_values_have_their_home_in_a_writable_tier() -> None:
         assert array[:].tolist() == [7] * 4
 
 
-def test_a_copy_makes_room_without_being_written_back() -> None:
+def test_source_copy_is_evicted_without_write_back() -> None:
     source = Numbers({str(number): number for number in range(6)})
     with open_store(source, RamTier(2 * 8192)) as store:
         for number in range(6):
@@ -86,7 +86,7 @@ def test_writing_is_refused(mode: str) -> None:
         store.acquire("a", "ram", mode)  # type: ignore[arg-type]
 
 
-def test_a_durable_block_is_refused_and_one_that_the_source_lacks() -> None:
+def test_source_refuses_durable_and_unknown_blocks() -> None:
     with open_store(Numbers({"a": 3}), RamTier(MiB)) as store:
         with pytest.raises(ValueError, match="durable=False"):
             store.register("x", (SIZE,), torch.uint8, home="source")
@@ -95,7 +95,7 @@ def test_a_durable_block_is_refused_and_one_that_the_source_lacks() -> None:
             store.register("x", (SIZE,), torch.uint8, home="source", durable=False)
 
 
-def test_discarded_contents_come_back() -> None:
+def test_discarded_source_block_is_read_again() -> None:
     with open_store(Numbers({"a": 3}), RamTier(MiB)) as store:
         store.acquire("a", "ram").release()
         store.discard("a")
@@ -103,7 +103,7 @@ def test_discarded_contents_come_back() -> None:
             assert bool((lease.tensor == 3).all())
 
 
-def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> None:
+def test_failed_source_read_raises_and_can_be_retried() -> None:
     source = Numbers({"a": 3})
     with open_store(source, RamTier(MiB)) as store:
         source.fails = True
@@ -114,7 +114,7 @@ def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> Non
             assert bool((lease.tensor == 3).all())
 
 
-def test_source_blocks_never_pass_the_drive(tmp_path: object) -> None:
+def test_source_blocks_are_never_written_to_the_drive(tmp_path: object) -> None:
     """Blocks whose home is the drive move as usual. The source's blocks pass through RAM, but never reach the drive."""
     source = Numbers({"a": 3})
     tiers = (GpuTier(MiB, device="cpu"), RamTier(MiB), NvmeTier([str(tmp_path)], MiB))
@@ -129,7 +129,7 @@ def test_source_blocks_never_pass_the_drive(tmp_path: object) -> None:
         assert moved["source->ram"] == SIZE and moved["ram->nvme"] == moved["nvme->ram"] == SIZE
 
 
-def test_no_way_leads_into_a_read_only_tier() -> None:
+def test_no_route_leads_into_a_read_only_tier() -> None:
     routes = Routes((("gpu", "ram"), ("ram", "gpu"), ("source", "ram"), ("nvme", "ram"), ("ram", "nvme")))
     assert routes.between("source", "gpu") == (("source", "ram"), ("ram", "gpu"))
     assert routes.tiers_between("source", "nvme") == ("ram",)

@@ -110,7 +110,7 @@ def test_eviction_writes_back_only_dirty_copies(store: TieredStore) -> None:
     assert sum(window.written_bytes.values()) == BLOCK_BYTES
 
 
-def test_more_blocks_than_room_keep_their_contents(store: TieredStore) -> None:
+def test_blocks_exceeding_ram_keep_their_contents(store: TieredStore) -> None:
     keys = [f"b{i}" for i in range(16)]
     add(store, *keys)
     assert [read(store, key) for key in keys] == list(range(16))
@@ -127,7 +127,7 @@ def test_least_recently_used_copy_is_evicted_without_ticks(store: TieredStore) -
     assert all("ram" in store.where(key) for key in "dbae")
 
 
-def test_no_room_for_a_home_is_refused_with_numbers(store: TieredStore) -> None:
+def test_home_capacity_error_reports_sizes_and_holders(store: TieredStore) -> None:
     store.register("big", (15 * BLOCK_BYTES,), torch.uint8, home="nvme")
     with pytest.raises(CapacityError, match="largest: big") as caught:
         store.register("more", (2 * BLOCK_BYTES,), torch.uint8, home="nvme")
@@ -161,7 +161,7 @@ def test_block_larger_than_the_tier_is_refused_at_once(store: TieredStore) -> No
         lease.release()
 
 
-def test_another_threads_lease_is_waited_for(store: TieredStore) -> None:
+def test_acquire_waits_for_the_lease_of_another_thread(store: TieredStore) -> None:
     add(store, *"abcde")
     held = [store.acquire(key, "ram") for key in "abcd"]
     found: list[float] = []
@@ -220,7 +220,7 @@ def test_concurrent_acquire_many_calls_do_not_deadlock(tmp_path: Path) -> None:
         assert [read(store, key) for key in keys] == [num_rounds] * len(keys)
 
 
-def test_waiting_for_an_own_lease_is_an_error(store: TieredStore) -> None:
+def test_waiting_for_the_threads_own_lease_raises(store: TieredStore) -> None:
     add(store, "a")
     with store.acquire("a", "ram") as first, store.acquire("a", "ram") as second:
         assert first.tensor.data_ptr() == second.tensor.data_ptr(), "readers share"
@@ -239,7 +239,7 @@ def test_waiting_for_an_own_lease_is_an_error(store: TieredStore) -> None:
 
 
 @pytest.mark.parametrize("home", ["nvme", "ram"])
-def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStore, home: str) -> None:
+def test_release_detects_writes_under_a_read_lease(store: TieredStore, home: str) -> None:
     add(store, "a", "b", home=home, value=5.0)
 
     def write(error: Exception | None = None) -> None:
@@ -295,7 +295,7 @@ def test_discard_and_unregister(store: TieredStore) -> None:
         store.acquire("a", "ram")
 
 
-def test_a_pinned_copy_stays(store: TieredStore) -> None:
+def test_pinned_copy_is_not_evicted(store: TieredStore) -> None:
     add(store, *"abcdef")
     store.pin("a", "ram")
     assert read(store, "a") == 0
@@ -322,7 +322,7 @@ def test_a_pinned_copy_stays(store: TieredStore) -> None:
     assert store.where("a") == {"nvme": CopyState.CLEAN}
 
 
-def test_reserved_bytes_are_not_open_to_copies(store: TieredStore) -> None:
+def test_reserved_bytes_are_unavailable_to_copies(store: TieredStore) -> None:
     store.reserve("ram", 3 * BLOCK_BYTES)
     add(store, "a", "b")
     with store.acquire("a", "ram"), pytest.raises(CapacityError):
@@ -334,7 +334,7 @@ def test_reserved_bytes_are_not_open_to_copies(store: TieredStore) -> None:
         assert read(store, "b") == 1
 
 
-def test_a_prefetch_is_a_hint(store: TieredStore) -> None:
+def test_unneeded_or_impossible_prefetch_is_skipped(store: TieredStore) -> None:
     add(store, *"abcd")
     flush(store, *"abcd")
     transfer = store.prefetch("a", "ram")
@@ -438,7 +438,7 @@ def test_events_report_every_movement(tmp_path: Path) -> None:
     assert fetch.end_s >= fetch.start_s and fetch.detail.startswith("posix")
 
 
-def test_mistakes_are_named(store: TieredStore, tmp_path: Path) -> None:
+def test_invalid_store_calls_raise_specific_errors(store: TieredStore, tmp_path: Path) -> None:
     add(store, "a")
     with pytest.raises(ValueError, match="registered already"):
         store.register("a", (1,), torch.float32, home="ram")
@@ -509,7 +509,7 @@ def test_write_waits_for_space_with_one_notice(number: int, tmp_path: Path, monk
     assert [("paused" in text, "free space again" in text) for text in notices] == [(True, False), (False, True)]
 
 
-def test_threads_that_hammer_the_store_see_every_increment(tmp_path: Path) -> None:
+def test_concurrent_threads_lose_no_increment(tmp_path: Path) -> None:
     keys = [f"b{i}" for i in range(8)]
     num_threads, num_rounds = 6, 40
     errors: list[BaseException] = []

@@ -128,7 +128,7 @@ def test_failed_write_back_raises_in_its_waiter(make: Callable[..., Hand]) -> No
     assert hand.read("a", "ram") == 7, "the newest bytes did not move"
 
 
-def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
+def test_draining_copy_cannot_be_leased(make: Callable[..., Hand]) -> None:
     """A copy that is written back for an eviction cannot be leased.
 
     Otherwise, the traffic would depend on whether the write-back or the next request comes first.
@@ -183,7 +183,7 @@ def test_eviction_follows_its_lease_unless_the_copy_is_leased_again(
     assert store.where("a")["ram"] is CopyState.CLEAN, "its last use was after the request to drop it"
 
 
-def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
+def test_waiting_requests_evict_no_second_copy(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store
     hand.add("a", "b", "c")
@@ -198,7 +198,7 @@ def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
     assert store.where("b")["ram"] is CopyState.DIRTY
 
 
-def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[..., Hand]) -> None:
+def test_write_back_leaves_no_copies_in_intermediate_tiers(make: Callable[..., Hand]) -> None:
     hand = make(2, 2, 8)
     store = hand.store
     hand.add("a")
@@ -230,7 +230,7 @@ def _blocked(hand: Hand) -> Any:
     return in_the_way
 
 
-def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
+def test_copy_awaiting_space_for_eviction_cannot_be_leased(make: Callable[..., Hand]) -> None:
     """A copy whose eviction waits for space in RAM cannot be leased.
 
     Otherwise, the traffic would depend on whether RAM gets free space before the next request comes.
@@ -293,7 +293,7 @@ def test_pin_cancels_a_pending_eviction(make: Callable[..., Hand]) -> None:
     assert store.where("a") == {"disk": CopyState.CLEAN}
 
 
-def test_an_eviction_counts_once_however_often_it_is_asked_for(make: Callable[..., Hand]) -> None:
+def test_repeatedly_requested_eviction_counts_once(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store
     hand.add("a", "b")
@@ -340,7 +340,7 @@ def test_fetch_counts_as_a_recent_use(make: Callable[..., Hand]) -> None:
     assert [key for key in "abcd" if "ram" in store.where(key)] == ["b", "c", "d"]
 
 
-def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable[..., Hand]) -> None:
+def test_failed_write_back_of_a_pinned_copy_is_retried(make: Callable[..., Hand]) -> None:
     hand = make(2, 2, 8)
     store = hand.store
     store.register("a", (1,), torch.uint8, home="ram")
@@ -382,7 +382,7 @@ def test_write_back_ends_at_the_failed_hop(make: Callable[..., Hand]) -> None:
     assert hand.read("a", "gpu") == 2
 
 
-def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
+def test_block_under_a_write_lease_is_not_fetched(make: Callable[..., Hand]) -> None:
     """A fetch during a write would copy bytes that are older than the writer's."""
     hand = make(4, 4, 8)
     store = hand.store
@@ -467,7 +467,7 @@ def test_prefetch_respects_max_inflight_bytes(make: Callable[..., Hand]) -> None
     assert all("ram" in store.where(key) for key in "abcd")
 
 
-def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
+def test_pinned_copy_space_is_counted_once(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store
     hand.add("pinned", "other")
@@ -479,7 +479,7 @@ def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
     assert "ram" in store.where("other")
 
 
-def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) -> None:
+def test_fetch_does_not_overtake_one_waiting_for_space(make: Callable[..., Hand]) -> None:
     """A fetch must not take the space that an earlier, waiting fetch needs."""
     hand = make(4, 16)
     store = hand.store
@@ -517,7 +517,7 @@ def test_completed_pass_through_takes_no_space(make: Callable[..., Hand]) -> Non
     assert hand.under_way() == [("disk", "ram")]
 
 
-def test_a_copy_that_has_arrived_takes_no_more_room_on_its_way(make: Callable[..., Hand]) -> None:
+def test_arrived_copy_takes_no_space_in_intermediate_tiers(make: Callable[..., Hand]) -> None:
     hand = make(4, 1, 8)
     store = hand.store
     hand.add("there", "next")

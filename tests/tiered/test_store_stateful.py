@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert not list(prefetcher.missing_accesses())
 
     @invariant()
-    def leased_bytes_stand_still(self) -> None:
+    def leased_bytes_do_not_change(self) -> None:
         for lease, value in self.leases:
             assert lease.tensor.tolist() == [value] * SIZES[lease.key]
 
@@ -189,7 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert copy.slot.resource.tolist() == [self.contents[key]] * SIZES[key]
 
     @invariant()
-    def at_rest_nothing_is_between_states(self) -> None:
+    def idle_store_has_no_transitional_copies(self) -> None:
         if self.leases or any(link.pending for link in self.links):
             return
         for block in self.store._movement.blocks.values():

@@ -117,7 +117,7 @@ def test_links_to_files_are_not_written_through(name: str, folder: Path, mine: P
     use(folder)
 
 
-def test_documents_within_a_generation_are_not_written_through(folder: Path, mine: Path) -> None:
+def test_symlinked_generation_documents_are_not_written_through(folder: Path, mine: Path) -> None:
     for document in [*folder.rglob("zarr.json"), *folder.rglob("OWNER.json")]:
         for path in (document, document.with_suffix(".tmp")):
             if path.parent != folder:
@@ -163,7 +163,7 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
         ("xxh3_64", [5], "text"),
     ],
 )
-def test_records_that_make_no_sense(field: str, value: Any, says: str, folder: Path, mine: Path) -> None:
+def test_invalid_manifest_records_are_refused(field: str, value: Any, says: str, folder: Path, mine: Path) -> None:
     change(manifest_of(folder), lambda body: body["blocks"][0].update({field: value}))
     with pytest.raises(GenerationError, match=says):
         read_first(folder)
@@ -236,7 +236,7 @@ def open_committed(folder: Path) -> TieredStore:
 
 
 @pytest.mark.parametrize("name", ["²", "٣", "1²", "³/c/0"])
-def test_a_name_of_other_digits_is_no_number(folder: Path, name: str) -> None:
+def test_names_with_non_ascii_digits_are_not_numbers(folder: Path, name: str) -> None:
     for place in ("snap", ".pool", ".pool/4096", "live/x/c"):
         (folder / place / name).mkdir(parents=True)
     for place in (".pool/4096/²²", "snap/²²"):
@@ -248,7 +248,7 @@ def test_a_name_of_other_digits_is_no_number(folder: Path, name: str) -> None:
         assert store["m"][0, 0] == 5
 
 
-def test_a_folder_in_place_of_a_kept_file_stays(folder: Path) -> None:
+def test_folder_at_a_kept_file_path_is_left_alone(folder: Path) -> None:
     (folder / ".pool" / "122880" / "1" / "mine").mkdir(parents=True)
     (folder / ".pool" / "file").touch()
     with open_committed(folder) as store:

@@ -52,6 +52,6 @@ def test_small_blocks_reach_every_path_in_proportion() -> None:
 
 
 @pytest.mark.parametrize("rates", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("inf")], [1.0, float("nan")]])
-def test_rates_that_make_no_sense_are_refused(rates: list[float]) -> None:
+def test_invalid_rates_are_refused(rates: list[float]) -> None:
     with pytest.raises(ValueError, match="2 paths"):
         check_rates(rates, 2)

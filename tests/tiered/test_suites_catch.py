@@ -71,13 +71,13 @@ class CountsContentsOnly(Sound):
         return -(-nbytes // 512) * 512
 
 
-class IsLarger(Sound):
+class AcceptsTwiceItsCapacity(Sound):
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(2 * capacity_bytes)
         self.capacity_bytes = capacity_bytes
 
 
-class KeepsALittle(Sound):
+class WithholdsSomeBytes(Sound):
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         return None if nbytes > self.usage().free_bytes - 100 else super().allocate(nbytes, name=name, home=home)
 
@@ -90,7 +90,7 @@ class RaisesWhenFull(Sound):
         return slot
 
 
-class ReservesBeside(Sound):
+class IgnoresReservations(Sound):
     def reserve(self, nbytes: int) -> None:
         pass
 
@@ -100,7 +100,7 @@ class ReservesWithoutLimit(Sound):
         self._ledger._reserved_bytes += nbytes
 
 
-class HasNoHighWater(Sound):
+class ReportsNoHighWater(Sound):
     def usage(self) -> TierUsage:
         usage = super().usage()
         return TierUsage(usage.capacity_bytes, usage.used_bytes, usage.used_bytes)
@@ -156,25 +156,25 @@ def test_a_sound_tier_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "seen_by"),
+    ("broken", "failing_test"),
     [
         (KeepsEveryRecord, "the_ledger_counts_whole_slots"),
         (FreesTwice, "freeing_a_slot_twice_raises"),
         (CountsContentsOnly, "the_ledger_counts_whole_slots"),
-        (IsLarger, "allocation_without_space_returns_none_at_no_cost"),
-        (KeepsALittle, "requests_within_the_free_bytes_are_granted"),
+        (AcceptsTwiceItsCapacity, "allocation_without_space_returns_none_at_no_cost"),
+        (WithholdsSomeBytes, "requests_within_the_free_bytes_are_granted"),
         (RaisesWhenFull, "allocation_without_space_returns_none_at_no_cost"),
-        (ReservesBeside, "reservations_share_the_ledger"),
+        (IgnoresReservations, "reservations_share_the_ledger"),
         (ReservesWithoutLimit, "reservations_share_the_ledger"),
-        (HasNoHighWater, "the_ledger_counts_whole_slots"),
+        (ReportsNoHighWater, "the_ledger_counts_whole_slots"),
         (GivesCopies, "tensors_are_views_of_the_slot"),
         (SharesBytes, "slots_do_not_overlap"),
         (ClosesOnce, "close_is_idempotent"),
         (CountsWithoutLock, "concurrent_threads_keep_the_ledger_exact"),
     ],
 )
-def test_a_broken_tier_is_seen(broken: type[Sound], seen_by: str) -> None:
-    assert seen_by in failed_tests(Tiers(broken))
+def test_suite_detects_a_broken_tier(broken: type[Sound], failing_test: str) -> None:
+    assert failing_test in failed_tests(Tiers(broken))
 
 
 # -- links -----------------------------------------------------------------------------------------------------
@@ -194,18 +194,18 @@ class Links(LinkSuite):
         return [self.make(fast, slow), self.make(slow, fast)]
 
 
-class LosesTheEnd(HostLink):
+class DropsLastBytes(HostLink):
     def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
         super()._copy(src_slot, dst_slot, nbytes // 512 * 512)
 
 
-class EatsTheSource(HostLink):
+class ZeroesSource(HostLink):
     def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
         super()._copy(src_slot, dst_slot, nbytes)
         self._src_tier.tensor(src_slot, (nbytes,), torch.uint8).zero_()
 
 
-class FirstWriteStays(HostLink):
+class IgnoresLaterWrites(HostLink):
     def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
         super().__init__(src_tier, dst_tier)
         self.seen: set[Slot] = set()
@@ -278,7 +278,7 @@ class LeavesItsEventOpen(HostLink):
         return transfer
 
 
-class ClosesInAHurry(HostLink):
+class DropsPendingJobsOnClose(HostLink):
     def close(self) -> None:
         with self._workers._changed:
             self._workers._urgent_jobs.clear()
@@ -290,26 +290,28 @@ def test_sound_links_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "seen_by"),
+    ("broken", "failing_test"),
     [
-        (LosesTheEnd, "round_trip_keeps_bytes_of_every_size"),
-        (EatsTheSource, "round_trip_keeps_bytes_of_every_size"),
-        (FirstWriteStays, "last_write_wins"),
+        (DropsLastBytes, "round_trip_keeps_bytes_of_every_size"),
+        (ZeroesSource, "round_trip_keeps_bytes_of_every_size"),
+        (IgnoresLaterWrites, "last_write_wins"),
         (UsesOneBuffer, "concurrent_transfers_in_both_directions"),
         (CountsPages, "counters_count_contents"),
         (RaisesInSubmit, "failures_end_in_the_transfer"),
         (ReportsOwnErrors, "failures_end_in_the_transfer"),
         (HoldsALock, "submit_and_usage_do_not_wait_for_callbacks"),
         (LeavesItsEventOpen, "round_trip_keeps_bytes_of_every_size"),
-        (ClosesInAHurry, "close_finishes_pending_transfers"),
+        (DropsPendingJobsOnClose, "close_finishes_pending_transfers"),
     ],
 )
-def test_a_broken_link_is_seen(broken: type[HostLink], seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_detects_a_broken_link(
+    broken: type[HostLink], failing_test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if broken is HoldsALock:
         monkeypatch.setattr(link_suite, "TIMEOUT_S", 0.5)
         monkeypatch.setattr(threading, "excepthook", lambda args: None)  # hides the error of the thread that gives up
     with pytest.raises((AssertionError, TimeoutError, OSError)):
-        getattr(Links(broken), f"test_{seen_by}")()
+        getattr(Links(broken), f"test_{failing_test}")()
 
 
 # -- policies --------------------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class Policies(PolicySuite):
         return self.make()
 
 
-class KeepsDirtyOnes(LRU):
+class SkipsDirtyCandidates(LRU):
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
         return [candidate for candidate in super().rank(candidates, now) if not candidate.dirty]
 
@@ -349,16 +351,16 @@ class IgnoresTies(LRU):
 
 
 @pytest.mark.parametrize(
-    ("broken", "seen_by"),
+    ("broken", "failing_test"),
     [
-        (KeepsDirtyOnes, "all_candidates_are_ranked_once"),
+        (SkipsDirtyCandidates, "all_candidates_are_ranked_once"),
         (SortsInPlace, "the_arguments_are_not_changed"),
         (TakesTurns, "rank_is_repeatable"),
         (IgnoresTies, "rank_ignores_the_order_of_candidates"),
     ],
 )
-def test_a_broken_policy_is_seen(broken: type[LRU], seen_by: str) -> None:
-    assert seen_by in failed_tests(Policies(broken))
+def test_suite_detects_a_broken_policy(broken: type[LRU], failing_test: str) -> None:
+    assert failing_test in failed_tests(Policies(broken))
 
 
 # -- stores ----------------------------------------------------------------------------------------------------
@@ -377,10 +379,10 @@ class Stores(StoreSuite):
         return [self.make(fast, slow), self.make(slow, fast)]
 
 
-def test_a_store_with_a_link_that_loses_bytes_is_seen() -> None:
+def test_store_suite_detects_links_that_lose_bytes() -> None:
     assert failed_tests(Stores(HostLink)) == set()
-    assert "random_work_keeps_every_byte" in failed_tests(Stores(LosesTheEnd))
-    assert "threads_keep_their_bytes" in failed_tests(Stores(FirstWriteStays))
+    assert "random_work_keeps_every_byte" in failed_tests(Stores(DropsLastBytes))
+    assert "threads_keep_their_bytes" in failed_tests(Stores(IgnoresLaterWrites))
 
 
 def test_random_work_includes_every_operation(tmp_path: Path) -> None:
@@ -395,12 +397,12 @@ def test_random_work_includes_every_operation(tmp_path: Path) -> None:
         assert {call.args[2] if len(call.args) > 2 else "r" for call in spies["acquire"].mock_calls} == {"r", "w", "rw"}
 
 
-def test_a_write_back_that_only_seems_to_work_is_seen() -> None:
-    class Optimist(HostLink):
+def test_store_suite_detects_silently_failed_write_backs() -> None:
+    class HidesCopyErrors(HostLink):
         def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
             try:
                 super()._copy(src_slot, dst_slot, nbytes)
             except OSError:
                 return
 
-    assert "a_failed_write_back_keeps_the_newest_bytes" in failed_tests(Stores(Optimist))
+    assert "a_failed_write_back_keeps_the_newest_bytes" in failed_tests(Stores(HidesCopyErrors))

@@ -103,7 +103,7 @@ def test_machine_without_a_driver_has_no_shared_page_tables() -> None:
         assert not unified.uses_host_page_tables.__wrapped__(0)
 
 
-def test_a_file_is_written_after_the_kernel_that_made_its_bytes(tmp_path: Path, device: VirtualCuda) -> None:
+def test_file_write_waits_for_the_producing_kernel(tmp_path: Path, device: VirtualCuda) -> None:
     """The kernel runs only when the host waits for it, so a write without a wait would store stale bytes."""
     with TieredStore([UnifiedTier(1 << 20), NvmeTier([tmp_path], 1 << 20, verify="always")]) as store:
         for key in "ab":

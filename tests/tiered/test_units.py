@@ -32,7 +32,7 @@ def test_format_size_uses_the_largest_unit_of_one_or_more() -> None:
     assert "B" in format_size(0) and "KiB" not in format_size(1023)
 
 
-def test_durations_and_rates() -> None:
+def test_durations_and_rates_are_parsed_and_formatted() -> None:
     assert [parse_duration(text) for text in ("45min", "90s", "2h", "0.5 d")] == [2700, 90, 7200, 43200]
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration("5 GiB")

@@ -55,7 +55,7 @@ def files(store: TieredStore, key: str) -> HomeFiles:
     return files_of(slot)
 
 
-def check_named(error: CorruptBlockError, key: str, path: Path, offset: int) -> None:
+def assert_error_names_damage(error: CorruptBlockError, key: str, path: Path, offset: int) -> None:
     """Assert that the error names the block, the file, and ranges of at most 16 MiB that contain the damaged byte."""
     assert error.key == key and f"'{key}'" in str(error)
     ranges = re.findall(r"'([^']+)' bytes (\d+) to (\d+)", error.place)
@@ -104,7 +104,7 @@ def test_every_flipped_bit_is_named_at_the_read(store: TieredStore) -> None:
         if is_damage:
             with pytest.raises(CorruptBlockError) as caught:
                 read(store, key)
-            check_named(caught.value, key, path, offset)
+            assert_error_names_damage(caught.value, key, path, offset)
             num_damaged += 1
         else:
             assert torch.equal(read(store, key), expected[key]), "padding is not part of any contents"
@@ -120,7 +120,7 @@ def test_every_flipped_bit_is_named_on_demand(store: TieredStore) -> None:
         if is_damage:
             with pytest.raises(CorruptBlockError) as caught:
                 store.verify()
-            check_named(caught.value, key, path, offset)
+            assert_error_names_damage(caught.value, key, path, offset)
             others = [other for other in SIZES if other != key]
             assert store.verify(others) == sum(SIZES[other] for other in others)
         else:
@@ -142,7 +142,7 @@ def test_every_flipped_bit_is_named_when_a_generation_is_opened(tmp_path: Path, 
         if is_damage:
             with pytest.raises(CorruptBlockError, match=f"'{key}' of generation 1 is damaged") as caught:
                 TieredStore.open(str(tmp_path / "drive0"), tiers())
-            check_named(caught.value, key, path, offset)
+            assert_error_names_damage(caught.value, key, path, offset)
         else:
             with TieredStore.open(str(tmp_path / "drive0"), tiers()) as again:
                 assert torch.equal(read(again, key), expected[key])
@@ -158,13 +158,13 @@ def test_adopted_contents_are_checked_at_every_read(tmp_path: Path) -> None:
             if is_damage:
                 with pytest.raises(CorruptBlockError) as caught:
                     read(store, key)
-                check_named(caught.value, key, path, offset)
+                assert_error_names_damage(caught.value, key, path, offset)
             else:
                 assert torch.equal(read(store, key), expected[key])
         assert store.verify() == sum(SIZES.values())
 
 
-def test_only_contents_at_rest_in_files_are_compared(tmp_path: Path) -> None:
+def test_verify_compares_only_current_file_contents(tmp_path: Path) -> None:
     with open_store(tmp_path, 1, "resume") as store:
         fill_all(store)
         store.register("in.ram", (100,), torch.uint8, home="ram")
@@ -183,7 +183,7 @@ def test_only_contents_at_rest_in_files_are_compared(tmp_path: Path) -> None:
             store.verify(["tiny"])
 
 
-def test_off_takes_checksums_at_a_commit_only(tmp_path: Path) -> None:
+def test_verify_off_takes_checksums_only_at_commits(tmp_path: Path) -> None:
     with open_store(tmp_path, 1, "off") as store:
         expected = fill_all(store)
         assert store.verify() == 0

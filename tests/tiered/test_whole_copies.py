@@ -61,7 +61,7 @@ def check_copy(path: Path, generation: int | None = None) -> None:
         assert torch.equal(out, torch.full(shape, float(reader.manifest.meta["value"]), dtype=dtype)), key  # type: ignore[arg-type]
 
 
-def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
+def test_copy_is_readable_without_the_original_drives(store: TieredStore, tmp_path: Path) -> None:
     reader, copies = commit(store, 1), WholeCopies(tmp_path / "disk/out/copies")
     write(store, 2)  # the run continues
     figures = copies.copy(reader)
@@ -78,7 +78,7 @@ def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
     assert arrays == {f"latest/{key}" for key in reader.blocks}
 
 
-def test_numbers_grow_and_old_copies_go(store: TieredStore, tmp_path: Path) -> None:
+def test_copy_numbers_increase_and_old_copies_are_removed(store: TieredStore, tmp_path: Path) -> None:
     copies, path = WholeCopies(tmp_path / "copies"), tmp_path / "copies"
     first = commit(store, 1)
     assert [copies.copy(first).generation for _ in range(2)] == [1, 2], "a number is never used twice"
@@ -118,7 +118,7 @@ def test_incomplete_copy_is_not_listed(store: TieredStore, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("which", ["source", "copy"])
-def test_damage_is_found_before_a_copy_counts(
+def test_damaged_copy_raises_and_is_not_listed(
     store: TieredStore, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, copies = commit(store, 1), WholeCopies(tmp_path / "copies")

@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> Iterator[TieredStore]:
 
 
 @pytest.mark.parametrize("key", [5, None, b"x", ("a", "b")])
-def test_a_key_is_text(store: TieredStore, key: Any) -> None:
+def test_non_string_keys_are_refused(store: TieredStore, key: Any) -> None:
     with pytest.raises(TypeError, match="the key of a block is text, not"):
         store.register(key, (4,), torch.float32, home="ram")
     with pytest.raises(TypeError, match="the key of a block is text, not"):
@@ -32,7 +32,7 @@ def test_a_key_is_text(store: TieredStore, key: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["k" * 5000, "/".join(["k" * 100] * 50), "k" * 256])
-def test_a_long_key_is_refused_in_few_words(store: TieredStore, key: str) -> None:
+def test_long_key_is_refused_with_a_short_error(store: TieredStore, key: str) -> None:
     with pytest.raises(
         ValueError, match=f"has {len(key)} characters: use at most 2000, and at most 255 between"
     ) as caught:
@@ -83,7 +83,9 @@ def test_repr_shows_blocks_and_tiers(store: TieredStore) -> None:
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "not a nested one"),
     ],
 )
-def test_tensors_without_dense_contents(store: TieredStore, make: Callable[[], torch.Tensor], message: str) -> None:
+def test_tensors_without_dense_contents_are_refused(
+    store: TieredStore, make: Callable[[], torch.Tensor], message: str
+) -> None:
     with pytest.raises(TypeError, match=message):
         store.put("x", make())
     assert "x" not in store

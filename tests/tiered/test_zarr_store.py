@@ -68,7 +68,7 @@ FEW = settings(
 
 @pytest.mark.parametrize("machine", [ZarrStoreStateMachine, ZarrHierarchyStateMachine])
 @pytest.mark.filterwarnings("ignore::zarr.core.dtype.common.UnstableSpecificationWarning")
-def test_zarrs_stateful_suites(machine: Any, tiered_store: TieredStore) -> None:
+def test_zarr_stateful_suites_pass(machine: Any, tiered_store: TieredStore) -> None:
     run_state_machine_as_test(lambda: machine(ZarrStore(tiered_store)), settings=FEW)
 
 
@@ -81,7 +81,7 @@ def put(store: ZarrStore, key: str, value: bytes) -> None:
     store.set_sync(key, cpu.Buffer.from_bytes(value))
 
 
-def test_an_array_larger_than_ram_lives_in_the_tiers_and_outlives_the_process(tmp_path: Path) -> None:
+def test_zarr_array_larger_than_ram_survives_reopening(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(96, 4096)).astype(np.float32)  # 1.5 MiB, six times the RAM tier
     tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB)]
     with TieredStore(tiers) as store:
@@ -97,7 +97,7 @@ def test_an_array_larger_than_ram_lives_in_the_tiers_and_outlives_the_process(tm
         assert np.array_equal(zarr.open_array(ZarrStore(store), path="deep/values", mode="r")[:], values)
 
 
-def test_keys_that_no_block_may_have(tiered_store: TieredStore) -> None:
+def test_keys_invalid_as_block_names_round_trip(tiered_store: TieredStore) -> None:
     store = ZarrStore(tiered_store)
     keys = ["a", "a/b", "a/c/0", "a_v", "a_d/b", "A b/\u00fcml\u00e4ut/_5F", "zarr.json", "c", ".", "..", "x//y", "a_w"]
     for number, key in enumerate(keys):
@@ -106,7 +106,7 @@ def test_keys_that_no_block_may_have(tiered_store: TieredStore) -> None:
     assert sorted(store._keys()) == sorted(keys)
 
 
-def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+def test_value_that_does_not_fit_leaves_the_old_value(tmp_path: Path) -> None:
     with TieredStore([RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 96 * KiB)]) as tiers:
         store = ZarrStore(tiers)
         put(store, "k", b"old")
@@ -122,7 +122,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None
         put(store, "other", bytes(70 * KiB))
 
 
-def test_a_replacement_cut_by_a_crash_leaves_a_whole_value(tmp_path: Path) -> None:
+def test_crash_during_replacement_leaves_a_complete_value(tmp_path: Path) -> None:
     """A commit between writing the new block and removing the old one contains both. The newer block counts."""
     tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 8 * MiB)]
     with TieredStore(tiers) as tiers_before:
@@ -141,7 +141,7 @@ def test_a_replacement_cut_by_a_crash_leaves_a_whole_value(tmp_path: Path) -> No
         assert bytes_at(store, "k") == b"fourth!" and len(list(tiers.blocks())) == 1
 
 
-def test_two_prefixes_and_other_blocks_are_apart(tiered_store: TieredStore) -> None:
+def test_prefixes_and_other_blocks_are_isolated(tiered_store: TieredStore) -> None:
     tiered_store.register("zarr_b/x", (4,), torch.float32, home="ram")
     one, two = ZarrStore(tiered_store), ZarrStore(tiered_store, "zarr/inner", home="ram", durable=False)
     put(two, "k", b"two")
@@ -172,7 +172,7 @@ def test_unpickling_in_another_process_explains_the_missing_values(tiered_store:
         kind(cls, "of another process", arguments, read_only)
 
 
-def test_tiers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+def test_unusable_zarr_tiers_are_refused(tmp_path: Path) -> None:
     with TieredStore([NvmeTier([tmp_path], MiB)]) as store, pytest.raises(ValueError, match="none of the tiers nvme"):
         ZarrStore(store)
     with TieredStore([RamTier(MiB, pin_memory=False), NvmeTier([tmp_path], MiB)]) as store:
@@ -183,7 +183,7 @@ def test_tiers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_values_of_a_gpu_tier_reach_the_device_without_the_host(tmp_path: Path) -> None:
+def test_gpu_tier_values_are_read_as_device_arrays(tmp_path: Path) -> None:
     pytest.importorskip("cupy")
     tiers = [GpuTier(64 * MiB), RamTier(64 * MiB), NvmeTier([tmp_path], 64 * MiB)]
     with TieredStore(tiers) as store, zarr.config.enable_gpu():

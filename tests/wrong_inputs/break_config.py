@@ -151,7 +151,7 @@ def _with_byte(place: int, byte: int) -> WrongInput:
 def option_cases() -> Iterator[WrongInput]:
     """Yield wrong arguments of ``--set`` and ``-c``."""
 
-    def overridden(word: str, parts: tuple[str, ...]) -> Callable[[Workplace], Sequence[str]]:
+    def override_on_command_line(word: str, parts: tuple[str, ...]) -> Callable[[Workplace], Sequence[str]]:
         def spoil(work: Workplace) -> Sequence[str]:
             work.words += ["--set", word]
             return parts
@@ -159,7 +159,7 @@ def option_cases() -> Iterator[WrongInput]:
         return spoil
 
     for word, parts in OVERRIDES.items():
-        yield WrongInput(f"--set {word!r}", "config: bad --set", CODE, overridden(word, parts), COMMANDS)
+        yield WrongInput(f"--set {word!r}", "config: bad --set", CODE, override_on_command_line(word, parts), COMMANDS)
 
     def extra(name: str, text: str | None, parts: tuple[str, ...]) -> WrongInput:
         def spoil(work: Workplace) -> Sequence[str]:
@@ -194,7 +194,7 @@ def combination_cases() -> Iterator[WrongInput]:
     for name, (keys, key, parts) in COMBINATIONS.items():
         yield WrongInput(name, kind, CODE, put(keys, key, parts), COMMANDS)
 
-    def no_multiple(work: Workplace) -> Sequence[str]:
+    def indivisible_batch_tokens(work: Workplace) -> Sequence[str]:
         work.config.drop("training.per_device_train_batch_size")
         work.config.put("training.train_batch_tokens", "100")
         return CONFIG_NAME, work.config.line("training.train_batch_tokens"), "64 or 128"
@@ -222,7 +222,7 @@ def combination_cases() -> Iterator[WrongInput]:
 
         return spoil
 
-    yield WrongInput("tokens no multiple", kind, CODE, no_multiple, COMMANDS)
+    yield WrongInput("tokens no multiple", kind, CODE, indivisible_batch_tokens, COMMANDS)
     yield WrongInput("nothing to evaluate on", kind, CODE, no_eval, COMMANDS)
     yield WrongInput("placement without a drive", kind, CODE, no_drive, COMMANDS)
     yield WrongInput("a group that changes nothing", kind, CODE, idle_group, COMMANDS)

@@ -92,7 +92,9 @@ OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _in_the_middle(format: str, row: object, *, template: str = "", sound: object = None) -> Callable[..., Any]:
+def _put_between_valid_rows(
+    format: str, row: object, *, template: str = "", sound: object = None
+) -> Callable[..., Any]:
     """Return a function that puts a row between two valid rows. The message must name the second line."""
 
     def spoil(work: Workplace) -> Sequence[str]:
@@ -113,14 +115,14 @@ def field_cases() -> Iterator[WrongInput]:
         for name, value in sound.items():
             if name != "labels":
                 row = {key: other for key, other in sound.items() if key != name}
-                yield _case(f"{format} without {name}", "data: missing field", _in_the_middle(format, row))
+                yield _case(f"{format} without {name}", "data: missing field", _put_between_valid_rows(format, row))
             wrong = NO_LISTS if isinstance(value, list) else NO_TEXTS
             if format in ("messages", "sharegpt"):
                 wrong = {**wrong, **NO_MESSAGES}
             elif format == "tokenized":
                 wrong = {**wrong, **NO_TOKENS} if name == "input_ids" else {"a number": 7, "text": "x"}
             for what, bad in wrong.items():
-                spoil = _in_the_middle(format, {**sound, name: bad})
+                spoil = _put_between_valid_rows(format, {**sound, name: bad})
                 yield _case(f"{format}: {name} is {what}", "data: wrong type", spoil)
 
 
@@ -131,14 +133,14 @@ def _case(name: str, kind: str, spoil: Callable[..., Any]) -> WrongInput:
 def cases() -> Iterator[WrongInput]:
     yield from field_cases()
     for name, messages in CONVERSATIONS.items():
-        yield _case(name, "data: bad conversation", _in_the_middle("messages", {"messages": messages}))
+        yield _case(name, "data: bad conversation", _put_between_valid_rows("messages", {"messages": messages}))
     for name, messages in ORDERS.items():
-        spoil = _in_the_middle("messages", {"messages": messages}, template=IN_TURN)
+        spoil = _put_between_valid_rows("messages", {"messages": messages}, template=IN_TURN)
         yield _case(name, "data: roles in the wrong order", spoil)
     for name, (row, format) in OTHER_ROWS.items():
         if name == "ids without embeddings":
             continue
-        yield _case(name, "data: bad row", _in_the_middle(format, row))
+        yield _case(name, "data: bad row", _put_between_valid_rows(format, row))
 
     def too_large(work: Workplace) -> Sequence[str]:
         work.rows(FILE, [SOUND["tokenized"], OTHER_ROWS["ids without embeddings"][0]])
@@ -146,18 +148,18 @@ def cases() -> Iterator[WrongInput]:
 
     yield _case("ids without embeddings", "data: bad row", too_large)
 
-    def mostly_bad(work: Workplace) -> Sequence[str]:
+    def too_many_bad_rows(work: Workplace) -> Sequence[str]:
         work.rows(FILE, [json.dumps(ROWS[0]), *[json.dumps({"messages": CONVERSATIONS["unknown role"]})] * 2])
         return f"data.train.0 ({work.folder / FILE})", "2 of 3 rows", "data.max_dropped"
 
-    def mostly_cut(work: Workplace) -> Sequence[str]:
+    def too_many_truncated_rows(work: Workplace) -> Sequence[str]:
         work.rows(FILE, [chat("Who?", "Ishmael. " * 99), chat("Who?", "Ahab. " * 99), ROWS[0]])
         return f"data.train.0 ({work.folder / FILE})", "2 truncated to data.max_length", "Raise data.max_length"
 
-    def bad_to_evaluate(work: Workplace) -> Sequence[str]:
+    def truncated_eval_rows(work: Workplace) -> Sequence[str]:
         work.rows("held_out.jsonl", [chat("Who?", "Ishmael. " * 99)])
         return "data.eval.0", "held_out.jsonl", "data.max_dropped"
 
-    yield _case("most rows are dropped", "data: most is lost", mostly_bad)
-    yield _case("most rows are cut", "data: most is lost", mostly_cut)
-    yield _case("most rows of an evaluation are cut", "data: most is lost", bad_to_evaluate)
+    yield _case("most rows are dropped", "data: most is lost", too_many_bad_rows)
+    yield _case("most rows are cut", "data: most is lost", too_many_truncated_rows)
+    yield _case("most rows of an evaluation are cut", "data: most is lost", truncated_eval_rows)

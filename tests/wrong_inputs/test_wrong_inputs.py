@@ -93,7 +93,7 @@ def test_every_class_of_input_has_enough_cases() -> None:
 
 
 @pytest.mark.parametrize("kind", ["config: wrong type", "config: misspelled key"])
-def test_every_key_of_the_schema_is_spoiled(kind: str) -> None:
+def test_every_schema_key_has_an_invalid_case(kind: str) -> None:
     names = [case.name for case in CASES.values() if case.kind == kind]
     assert len(names) >= len(KEYS) - 1  # config_version has only one value
 
@@ -169,6 +169,6 @@ def test_correct_inputs_are_accepted(name: str, folder: Path, base_model: Path) 
         "the use of a file, or folder",
     ],
 )
-def test_description_of_a_problem_is_not_a_remedy(text: str) -> None:
+def test_problem_description_without_advice_is_not_a_remedy(text: str) -> None:
     assert not has_remedy(text)
     assert has_remedy(f"{text}. Write something else")

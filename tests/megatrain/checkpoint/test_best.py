@@ -68,7 +68,7 @@ def test_patience_matches_transformers(
             return
 
 
-def test_the_metric_is_a_figure_of_a_set() -> None:
+def test_metric_names_select_evaluation_values() -> None:
     def metric(name: str) -> BestSpec:
         return BestSpec(name, False, True, 0, 0.0)
 
@@ -89,7 +89,7 @@ def test_the_metric_is_a_figure_of_a_set() -> None:
     assert RunState.from_meta(json.loads(json.dumps(state.to_meta())), where="here") == state
 
 
-def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:
+def test_best_checkpoint_is_kept_and_exported(run: SavedRun) -> None:
     one = {"checkpoint": "load_best_model_at_end = true"}
     output = train(run, "", steps=6, **one).replace("\n", " ")
     assert "exporting the model of step 2, the best one" in output
@@ -109,7 +109,7 @@ def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 14
 
 
-def test_another_figure_is_not_compared_with_the_best_so_far(run: SavedRun) -> None:
+def test_changed_metric_resets_the_best_checkpoint(run: SavedRun) -> None:
     one = {"checkpoint": "load_best_model_at_end = true"}
     train(run, "", steps=4, **one)
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 2  # step 2 has the largest loss
@@ -121,7 +121,7 @@ def test_another_figure_is_not_compared_with_the_best_so_far(run: SavedRun) -> N
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
 
 
-def test_a_run_that_gets_no_better_ends(run: SavedRun) -> None:
+def test_run_without_improvement_stops_early(run: SavedRun) -> None:
     assert "stopping early: 2 evaluations in a row" in train(run, "early_stopping_patience = 2\n", steps=20)
     assert saved_steps(run) == [2, 4, 6]
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 6

@@ -144,7 +144,7 @@ def test_empty_folder_is_reported(tmp_path: Path, run: SavedRun) -> None:
         find_checkpoint(run.out)
 
 
-def test_blocks_of_another_program_are_no_checkpoint(tmp_path: Path) -> None:
+def test_generations_of_another_program_are_not_checkpoints(tmp_path: Path) -> None:
     with TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path)) as store:
         store.register("a", (10,), torch.float32, home="ram")
         with store.acquire("a", "ram", "w") as lease:
@@ -261,7 +261,7 @@ def test_removal_is_refused_during_a_run(run: SavedRun) -> None:
     assert checkpoint_folders(run.out) == [run.out / "checkpoints"]
 
 
-def test_a_list_reads_each_manifest_once_and_no_document_of_a_block(
+def test_listing_reads_each_manifest_once_and_no_block_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TieredStore([RamTier(MiB), NvmeTier([tmp_path / "checkpoints"], MiB)], keep_generations=9) as store:

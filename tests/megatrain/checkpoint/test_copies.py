@@ -52,7 +52,7 @@ def copied_steps(run: SavedRun) -> list[object]:
 
 
 @pytest.fixture
-def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def synchronous_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make training wait for every copy, so that the set of copies does not depend on timing."""
     offer = LocalCopier.offer
 
@@ -69,7 +69,9 @@ def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rule", "steps"), [("false", []), ("true", [2, 4, 6]), ("2", [4, 6]), ('"last"', [6])], ids=str
 )
-def test_save_copy_rule_selects_checkpoints(run: SavedRun, copied_at_once: None, rule: str, steps: list[int]) -> None:
+def test_save_copy_rule_selects_checkpoints(
+    run: SavedRun, synchronous_copies: None, rule: str, steps: list[int]
+) -> None:
     result = run.run(checkpoint=f"save_copy = {rule}", **ON_DRIVE)
     assert result.exit_code == 0, result.output
     assert copied_steps(run) == steps
@@ -77,7 +79,7 @@ def test_save_copy_rule_selects_checkpoints(run: SavedRun, copied_at_once: None,
     assert weights(run) == weights(run, "undisturbed"), "copies change nothing"
 
 
-def test_copies_follow_the_checkpoint_limit(run: SavedRun, copied_at_once: None) -> None:
+def test_copies_follow_the_checkpoint_limit(run: SavedRun, synchronous_copies: None) -> None:
     config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
     path = run.write_config(**config)
     path.write_text(path.read_text().replace("save_total_limit = 3", "save_total_limit = 1"))
@@ -140,7 +142,7 @@ def test_save_never_removes_a_checkpoint_being_copied(run: SavedRun, monkeypatch
     assert weights(run) == weights(run, "undisturbed")
 
 
-def test_a_copy_that_cannot_be_made_costs_no_step(run: SavedRun) -> None:
+def test_failed_copy_does_not_stop_training(run: SavedRun) -> None:
     (run.out / "copies").mkdir(parents=True)
     (run.out / "copies/thesis.tex").write_text("mine")
     result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)

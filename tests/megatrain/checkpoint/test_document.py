@@ -21,7 +21,7 @@ TEXT = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tables", [{}, {"placement": ON_NVME, "more": NVME}], ids=["ram", "nvme"])
-def test_the_code_reads_every_bit(
+def test_documented_code_reads_a_checkpoint_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: dict[str, str], dtype: str
 ) -> None:
     run = make_run(tmp_path / "w")
@@ -38,6 +38,6 @@ def test_the_code_reads_every_bit(
     assert names["masters"].size % 1024 == 0
 
 
-def test_all_of_the_state_is_described() -> None:
+def test_document_describes_every_state_field() -> None:
     described = set(re.findall(r"`(\w+)`", TEXT))
     assert not {field.name for field in dataclasses.fields(RunState)} - described

@@ -78,7 +78,7 @@ def fill(store: TieredStore, rank: int, size: int, step: int) -> None:
             lease.tensor[: len(owned)] = contents(key, step)[owned.start : owned.stop]
 
 
-def saves_of(
+def make_writer(
     folder: Path, rank: int, gather: Callable[[object], Sequence[Any]], store: TieredStore
 ) -> CheckpointWriter:
     kept = CheckpointFolder(folder / "checkpoints", rank, gather, 2, print)
@@ -92,7 +92,7 @@ def write(folder: Path, size: int, steps: Sequence[int]) -> list[Checkpoint]:
     def run(rank: int) -> None:
         try:
             with rank_store(folder, rank, size) as store:
-                saves = saves_of(folder, rank, lambda item: gatherer.gather(rank, item), store)
+                saves = make_writer(folder, rank, lambda item: gatherer.gather(rank, item), store)
                 for step in steps:
                     fill(store, rank, size, step)
                     saves.begin()
@@ -111,7 +111,7 @@ def write(folder: Path, size: int, steps: Sequence[int]) -> list[Checkpoint]:
     return read_checkpoints(folder / "checkpoints")
 
 
-def assert_is(checkpoint: Checkpoint) -> None:
+def assert_contents_match(checkpoint: Checkpoint) -> None:
     reader = CheckpointReader(checkpoint)
     for key in SIZES:
         out = torch.empty(SIZES[key])
@@ -130,7 +130,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], data: st.DataObject) -> None:
+def test_other_world_sizes_read_their_block_ranges(written: dict[int, Path], data: st.DataObject) -> None:
     """A rank in a run with another number of ranks reads its range of a block correctly from the old shards."""
     folder = written[data.draw(st.sampled_from([1, 2, 3]))]
     (checkpoint,) = read_checkpoints(folder / "checkpoints")
@@ -147,13 +147,13 @@ def test_document_limits_the_checkpoints_that_stores_keep(tmp_path: Path) -> Non
     known = write(tmp_path, 2, [1, 2, 3, 4])
     assert [each.meta["step"] for each in known] == [3, 4]
     for each in known:
-        assert_is(each)
+        assert_contents_match(each)
     for rank in range(2):
         named = [each.ranks[rank].generation for each in known]
         assert list_generations(tmp_path / "checkpoints" / rank_folder_name(rank)) == named
     forget_checkpoint(known[0])
     assert [each.meta["step"] for each in read_checkpoints(tmp_path / "checkpoints")] == [4]
-    assert_is(known[1])
+    assert_contents_match(known[1])
     assert list_generations(tmp_path / "checkpoints" / rank_folder_name(1)) == [known[1].ranks[1].generation]
 
 
@@ -193,7 +193,7 @@ def test_restarted_run_keeps_unnamed_generations_until_its_checkpoint(tmp_path: 
     assert [each.meta["step"] for each in read_checkpoints(folder)] == [6, 7] and folder_notices(folder) == []
 
 
-def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:
+def test_generations_without_a_document_are_abandoned(tmp_path: Path) -> None:
     """If only one rank has the next generation, the document is unchanged. The next start resumes its checkpoint."""
     (before,) = write(tmp_path, 2, [1])
     with rank_store(tmp_path, 0, 2) as store:
@@ -202,13 +202,13 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
         fill(store, 0, 2, 2)
         store.commit({}).wait()
     assert read_checkpoints(tmp_path / "checkpoints") == [before]
-    assert_is(before)
+    assert_contents_match(before)
 
     gatherer = Gatherer(2)
 
     def go_on(rank: int) -> None:
         with rank_store(tmp_path, rank, 2) as store:
-            saves = saves_of(tmp_path, rank, lambda item: gatherer.gather(rank, item), store)
+            saves = make_writer(tmp_path, rank, lambda item: gatherer.gather(rank, item), store)
             store.load(before.ranks[rank].generation)
             fill(store, rank, 2, 3)
             saves.begin()
@@ -222,7 +222,7 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
     known = read_checkpoints(tmp_path / "checkpoints")
     assert [each.meta["step"] for each in known] == [1, 3]
     for each in known:
-        assert_is(each)
+        assert_contents_match(each)
     # The abandoned generations are gone.
     assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
 
@@ -269,17 +269,17 @@ def test_first_save_drops_unloadable_checkpoints(tmp_path: Path) -> None:
     assert left == [1] and stops and free == 10 + sum(nbytes for links, nbytes in sizes if not links) > 10
     assert read_checkpoints(tmp_path / "checkpoints")[0] == one
     one, three = read_checkpoints(tmp_path / "checkpoints")
-    assert_is(one)
-    assert_is(three)
+    assert_contents_match(one)
+    assert_contents_match(three)
 
 
-def test_a_rank_that_cannot_write_leaves_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_of_a_rank_keeps_the_old_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (before,) = write(tmp_path, 2, [1])
     gatherer, raised = Gatherer(2), []
 
     def run(rank: int) -> None:
         with rank_store(tmp_path, rank, 2) as store:
-            saves = saves_of(tmp_path, rank, lambda item: gatherer.gather(rank, item), store)
+            saves = make_writer(tmp_path, rank, lambda item: gatherer.gather(rank, item), store)
             fill(store, rank, 2, 2)
             saves.begin()
             commit = store.commit({})
@@ -300,7 +300,7 @@ def test_a_rank_that_cannot_write_leaves_the_document(tmp_path: Path, monkeypatc
         thread.join(PATIENCE_S)
     assert len(raised) == 2 and all("no checkpoint was made: rank 1:" in text for text in raised)
     assert read_checkpoints(tmp_path / "checkpoints") == [before]
-    assert_is(before)
+    assert_contents_match(before)
 
 
 def test_damage_is_named_with_its_rank(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def _rank_process(folder: Path, meeting: Path, rank: int, size: int) -> None:
     """Resume the newest checkpoint, and save step after step until a rank is killed."""
     torch.set_num_threads(1)
     with rank_store(folder, rank, size) as store:
-        saves = saves_of(folder, rank, gather_by_files(meeting, rank, size), store)
+        saves = make_writer(folder, rank, gather_by_files(meeting, rank, size), store)
         known = read_checkpoints(folder / "checkpoints")
         step = 0
         if known:
@@ -382,7 +382,7 @@ def _rank_process(folder: Path, meeting: Path, rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(150, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int, tmp_path: Path) -> None:
+def test_killing_a_rank_at_any_time_loses_no_checkpoint(num_kills: int, tmp_path: Path) -> None:
     """After each kill, the document names generations that are complete on all ranks. No acknowledged step is lost."""
     chance, size = random.Random(3), 2
     newest = 0
@@ -416,7 +416,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
             os.waitpid(child, 0)
         known = read_checkpoints(tmp_path / "checkpoints")
         for each in known:
-            assert_is(each)
+            assert_contents_match(each)
         said = int(acknowledged.read_text()) if acknowledged.exists() else 0
         assert (known[-1].meta["step"] if known else 0) >= max(said, newest)
         newest = known[-1].meta["step"] if known else 0

@@ -72,7 +72,7 @@ def to(url: str, **more: Any) -> dict[str, Any]:
     return {"checkpoint": f'save_copy = "{url}"', **more}
 
 
-def to_s3(**more: Any) -> dict[str, Any]:
+def s3_copy_options(**more: Any) -> dict[str, Any]:
     return to("s3://bucket/run", **more)
 
 
@@ -88,7 +88,7 @@ def steps_at_url(url: str = "s3://bucket/run") -> list[int]:
     return [each.step for each in RemoteFolder(url).checkpoints()]
 
 
-def be_an_empty_machine(run: SavedRun) -> None:
+def remove_local_files(run: SavedRun) -> None:
     for name in ("out", "drive"):
         shutil.rmtree(run.folder / name, ignore_errors=True)
 
@@ -96,13 +96,13 @@ def be_an_empty_machine(run: SavedRun) -> None:
 # -- there and back ------------------------------------------------------------------------------------------------
 
 
-def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3: S3) -> None:
+def test_run_killed_during_an_upload_resumes_on_an_empty_machine(run: SavedRun, s3: S3) -> None:
     """A run is killed during its second upload.
 
     An empty machine resumes from the first copy, and its result is bit-identical.
     """
     s3.line.stall_after = 2_400_000  # in the second copy: each copy takes 1.6 MB, plus headers
-    process = run.start(**to_s3(**ON_DRIVE))
+    process = run.start(**s3_copy_options(**ON_DRIVE))
     try:
         assert s3.line.stalled.wait(60), "the second upload did not begin"
         process.send_signal(signal.SIGKILL)
@@ -114,8 +114,8 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     half = [name for name in s3.files().ls("bucket/run", detail=False) if "step-6" in name]
     assert half and not s3.files().exists(f"{half[0]}/CHECKPOINT.json"), "the cut came in the middle of a copy"
 
-    be_an_empty_machine(run)
-    result = run.run(**to_s3())  # this machine has no drive
+    remove_local_files(run)
+    result = run.run(**s3_copy_options())  # this machine has no drive
     assert result.exit_code == 0, result.output
     assert "downloading the checkpoint of step 3 from 's3://bucket/run'" in result.output
     assert "continuing after step 3 of 6" in result.output
@@ -127,7 +127,7 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
 
 def test_url_holds_a_complete_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) -> None:
     """Any tool can download the objects into a folder, and the reader of generations can verify this folder."""
-    result = run.run(**to_s3(**ON_DRIVE))
+    result = run.run(**s3_copy_options(**ON_DRIVE))
     assert result.exit_code == 0, result.output
     assert steps_at_url() == [6, 3] and result.output.count("copied checkpoint at step") == 2
     newest = RemoteFolder("s3://bucket/run").checkpoints()[0]
@@ -143,18 +143,20 @@ def test_url_holds_a_complete_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_of_several_ranks_resumes_with_another_rank_count(
+    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def two_rows(**config: Any) -> Path:
         path = run.write_config(**config)
         rows = "per_device_train_batch_size = 1\ngradient_accumulation_steps = 2"
         path.write_text(path.read_text().replace("per_device_train_batch_size = 2", rows))
         return path
 
-    ended = launch(2, two_rows(steps=4, **to_s3(**ON_DRIVE)))
+    ended = launch(2, two_rows(steps=4, **s3_copy_options(**ON_DRIVE)))
     assert ended.codes == [0], ended.err
     assert steps_at_url() == [4, 3]
-    be_an_empty_machine(run)
-    result = run.call("run", two_rows(**to_s3()), "--allow-config-change")
+    remove_local_files(run)
+    result = run.call("run", two_rows(**s3_copy_options()), "--allow-config-change")
     assert result.exit_code == 0, result.output
     assert "continuing after step 4 of 6" in result.output
     assert steps_at_url() == [6, 4, 3]
@@ -165,10 +167,10 @@ def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeyp
 @pytest.mark.slow
 def test_outdated_machine_resumes_from_the_url(run: SavedRun, s3: S3) -> None:
     """Another machine got further with the same run, so the local checkpoint is older than the copy."""
-    assert run.run(steps=2, **to_s3()).exit_code == 0
+    assert run.run(steps=2, **s3_copy_options()).exit_code == 0
     other = run.copy(run.folder.parent / "other")
     for each, steps in ((other, 4), (run, 6)):
-        result = each.run("--allow-config-change", steps=steps, **to_s3())
+        result = each.run("--allow-config-change", steps=steps, **s3_copy_options())
         assert result.exit_code == 0, result.output
     assert "continuing after step 4 of 6" in result.output
     assert weights(run) == weights(run, "undisturbed")
@@ -215,20 +217,20 @@ def test_dropped_connection_is_reported_and_retried(run: SavedRun, s3: S3, monke
     send = Upload.send
     monkeypatch.setattr(Upload, "send", go_down)
     monkeypatch.setattr(remote_copier.RemoteCopier, "_fail", fail_and_restore)
-    result = run.run(**to_s3())
+    result = run.run(**s3_copy_options())
     assert result.exit_code == 0, result.output
     assert "the checkpoint of step 6 is not in 's3://bucket/run' yet: checkpoint.save_copy: " in result.output
     assert steps_at_url() == [6, 3] and weights(run) == weights(run, "undisturbed")
 
 
 @pytest.mark.slow
-def test_an_upload_that_is_cut_in_its_middle_is_completed(run: SavedRun, s3: S3) -> None:
+def test_interrupted_upload_is_completed(run: SavedRun, s3: S3) -> None:
     s3.line.cut_after = 900_000
-    result = run.run(**to_s3())
+    result = run.run(**s3_copy_options())
     assert result.exit_code == 0, result.output
     assert s3.line.num_cuts == 1 and steps_at_url() == [6, 3]
-    be_an_empty_machine(run)
-    assert "continuing after step 6 of 6" in run.run(**to_s3()).output
+    remove_local_files(run)
+    assert "continuing after step 6 of 6" in run.run(**s3_copy_options()).output
     assert weights(run) == weights(run, "undisturbed")
 
 
@@ -254,7 +256,7 @@ def test_unreachable_url_fails_the_run_and_the_next_start_copies(
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: str) -> None:
+def test_copy_with_a_damaged_object_is_named_and_skipped(run: SavedRun, url: str) -> None:
     assert run.run(**to(url)).exit_code == 0
     newest = RemoteFolder(url).checkpoints()[0]
     victim = next((folder_of(url) / newest.name).rglob("weight/c/0"))
@@ -268,14 +270,14 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
     damaged = run.call("ckpt", "verify", url)
     assert damaged.exit_code == 1 and "1 of 3 checkpoints cannot be used" in damaged.output, damaged.output
     assert f"'file://{victim}': its SHA-256 is" in damaged.output and "ckpt rm" not in damaged.output
-    be_an_empty_machine(run)
+    remove_local_files(run)
     result = run.run(**to(url))
     assert result.exit_code == 0, result.output
     assert f"'file://{victim}' is damaged: its SHA-256 is" in result.output.replace("\n", " ")
     assert "continuing after step 4 of 6" in result.output
     assert weights(run) == weights(run, "undisturbed")
 
-    be_an_empty_machine(run)
+    remove_local_files(run)
     for path in folder_of(url).glob("*/OBJECTS.json"):
         path.unlink()
     result = run.run(**to(url))
@@ -285,17 +287,17 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
 
 def test_url_of_another_run_is_refused(run: SavedRun, url: str) -> None:
     assert run.run(steps=2, **to(url)).exit_code == 0
-    be_an_empty_machine(run)
+    remove_local_files(run)
     path = run.write_config(steps=2, **to(url))
     path.write_text(path.read_text().replace("learning_rate = 1e-3", "learning_rate = 1e-4"))
     result = run.call("run", path)
     assert result.exit_code == 2 and "optimizer.learning_rate: 0.001 -> 0.0001" in result.output, result.output
     assert not (run.out / "checkpoints").exists() and "downloading" not in result.output, "nothing was fetched for it"
     assert f"That checkpoint is at '{url}', and no part of it was downloaded" in result.output
-    be_an_empty_machine(run)
+    remove_local_files(run)
     result = run.run(steps=2, checkpoint=f'save_copy = "{url}"\nresume_from_checkpoint = "no"')
     assert result.exit_code == 1 and 'resume_from_checkpoint is "no"' in result.output
-    be_an_empty_machine(run)
+    remove_local_files(run)
     assert run.run(steps=2, **to(f"{url}/another")).exit_code == 0
     result = run.run("--allow-config-change", steps=4, **to(url))
     assert result.exit_code == 1 and "holds the checkpoints of another run" in result.output
@@ -307,7 +309,7 @@ def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run:
 
     lora = {"more": '[lora]\nr = 2\ntarget_modules = ["q_proj"]\n'}
     assert run.run(steps=2, **to(url, **lora)).exit_code == 0
-    be_an_empty_machine(run)
+    remove_local_files(run)
     torch.manual_seed(1)
     folder = run.folder / "model"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
@@ -327,7 +329,7 @@ def test_two_processes_that_share_a_url(url: str) -> None:
         folder.commit(other)
 
 
-def test_the_best_and_the_newest_stay(url: str) -> None:
+def test_pruning_keeps_the_best_and_the_newest_copies(url: str) -> None:
     folder = RemoteFolder(url)
     for number in range(1, 6):
         part = remote_folder.RemotePart("", number, 0, 0, "a")
@@ -342,7 +344,7 @@ def test_the_best_and_the_newest_stay(url: str) -> None:
 @pytest.mark.parametrize(
     ("best", "left"), [(40, [30, 40, 50]), (50, [30, 40, 50]), (None, [40, 50]), (20, [20, 40, 50])]
 )
-def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, left: list[int], url: str) -> None:
+def test_best_copy_is_kept_in_addition_to_the_newest(best: int | None, left: list[int], url: str) -> None:
     folder = RemoteFolder(url)
     for number in range(1, 6):
         part = remote_folder.RemotePart("", number, 0, 0, "a")
@@ -382,7 +384,7 @@ def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) ->
     assert run.call("run", config("whole", 10)).exit_code == 0
     assert run.call("run", config("out", 8, **to(url))).exit_code == 0
     before = RemoteFolder(url).checkpoints()
-    be_an_empty_machine(run)
+    remove_local_files(run)
     result = run.call("run", config("out", 10, **to(url)), "--allow-config-change")
     assert result.exit_code == 0, result.output
     assert result.output.count("downloading the checkpoint") == 2 == len(before), result.output
@@ -392,7 +394,7 @@ def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) ->
     assert "is gone" not in result.output and weights(run) == weights(run, "whole")
 
 
-def test_a_stop_while_the_url_is_away_saves_the_last_steps(
+def test_stop_while_the_url_is_unreachable_saves_the_last_steps(
     run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training waits for a copy that cannot be made. A stop request ends the wait, and the last steps are saved."""
@@ -424,9 +426,7 @@ def test_a_stop_while_the_url_is_away_saves_the_last_steps(
 
 
 @pytest.mark.parametrize("way", ["bucket", "credentials", "package", "unknown"])
-def test_a_url_that_cannot_be_used_is_one_clear_error(
-    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_unusable_url_error_is_clear(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     url = "s3://no-such-bucket/run" if way == "bucket" else "nonsense://x" if way == "unknown" else "s3://bucket/run"
     if way == "credentials":
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -479,7 +479,7 @@ def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
         folder.checkpoints()
 
 
-def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
+def test_object_names_outside_the_folder_are_refused(tmp_path: Path) -> None:
     """A writer at the URL can choose any object name, but nothing is written outside of the fetched folder."""
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1, "objects": {"../../escaped": [1, "00"]}}).encode()
@@ -506,7 +506,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
         "text",
     ],
 )
-def test_objects_that_make_no_sense_are_refused(tmp_path: Path, objects: Any) -> None:
+def test_invalid_object_lists_are_refused(tmp_path: Path, objects: Any) -> None:
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1} if objects is None else {"format": 1, "objects": objects}).encode()
     part = remote_folder.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
@@ -534,7 +534,7 @@ def test_objects_that_make_no_sense_are_refused(tmp_path: Path, objects: Any) ->
         ("parts", {}),
     ],
 )
-def test_a_document_that_makes_no_sense_is_no_copy(tmp_path: Path, field: str, value: Any) -> None:
+def test_copy_with_an_invalid_document_is_ignored(tmp_path: Path, field: str, value: Any) -> None:
     folder = RemoteFolder(f"file://{tmp_path}/away")
     body: dict[str, Any] = {"parts": [{"path": "", "generation": 1, "num_objects": 1, "nbytes": 1, "sha256": "0"}]}
     body |= {"meta": {}, "lanes": 1, "elements": {}}

@@ -27,16 +27,16 @@ from processes.saved_run import SavedRun
 from tiered import MiB, RamTier, TieredStore, list_generations
 
 
-def of_one(number: int, saved_at: str) -> Checkpoint:
+def single_rank_checkpoint(number: int, saved_at: str) -> Checkpoint:
     meta = {"saved_at": saved_at} if saved_at else {}
     return Checkpoint(Path("checkpoints"), number, (RankGeneration("", number),), meta)
 
 
 def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
     """Otherwise a copy that is older than all readable checkpoints would come first, as if it were the newest."""
-    damaged, own = of_one(3, ""), of_one(2, "2026-02")
+    damaged, own = single_rank_checkpoint(3, ""), single_rank_checkpoint(2, "2026-02")
     for saved_at, place in (("2026-01", 2), ("2026-02", 2), ("2026-03", 1)):
-        copy = of_one(1, saved_at)
+        copy = single_rank_checkpoint(1, saved_at)
         assert merge_by_save([damaged, own], [copy]).index(copy) == place
         assert merge_by_save([own, damaged], [copy]).index(copy) == (0 if saved_at == "2026-03" else 2)
 
@@ -44,15 +44,15 @@ def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
 def test_later_of_two_saves_in_one_second_resumes() -> None:
     """One process saves. Right afterwards, a run of two processes saves, with unrelated generation numbers."""
     state = make_state()
-    first, second = (of_one(number, state.with_save_time().saved_at) for number in (2, 1))
-    of_before = of_one(3, first.saved_at[:19] + "+00:00")  # saved by a version that wrote whole seconds
+    first, second = (single_rank_checkpoint(number, state.with_save_time().saved_at) for number in (2, 1))
+    of_before = single_rank_checkpoint(3, first.saved_at[:19] + "+00:00")  # saved by a version that wrote whole seconds
     for own, others in (([first], [second]), ([second], [first])):
         assert merge_by_save(own, others) == [second, first]
     assert merge_by_save([of_before], [first]) == [first, of_before]
 
 
 def counted(number: int, save_number: int, saved_at: str) -> Checkpoint:
-    return replace(of_one(number, saved_at), meta={"saved_at": saved_at, "save_number": save_number})
+    return replace(single_rank_checkpoint(number, saved_at), meta={"saved_at": saved_at, "save_number": save_number})
 
 
 def test_save_number_takes_precedence_over_clocks() -> None:
@@ -68,20 +68,20 @@ def test_save_number_takes_precedence_over_clocks() -> None:
     assert own[0].order_key > own[2].order_key > of_ranks.order_key
 
 
-def test_saves_that_were_not_counted_come_before_counted_ones_in_order_of_time() -> None:
-    old = [of_one(2, "2026-11-02"), of_one(1, "2026-11-01")]
+def test_uncounted_saves_precede_counted_ones_in_time_order() -> None:
+    old = [single_rank_checkpoint(2, "2026-11-02"), single_rank_checkpoint(1, "2026-11-01")]
     new = counted(3, 1, "2020-01-01")
-    between = replace(of_one(8, "2026-11-01T12"), folder=Path("copies"))
+    between = replace(single_rank_checkpoint(8, "2026-11-01T12"), folder=Path("copies"))
     assert merge_by_save([new, *old], [between]) == [new, old[0], between, old[1]]
     # An older version continued the run. Its saves count as newer than the last counted save.
-    after = of_one(4, "2019-01-01")
+    after = single_rank_checkpoint(4, "2019-01-01")
     copy = replace(new, folder=Path("copies"))
     assert merge_by_save([after, new, *old], [copy, between]) == [after, new, copy, old[0], between, old[1]]
 
 
-def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
+def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, 0, lambda item: [item], 2, print)
-    known = [of_one(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
+    known = [single_rank_checkpoint(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
     assert folder.newest(known, 2) == known[2:] and folder.newest(known, 0) == []
     # The best checkpoint is identified by its generations, as a checkpoint of several ranks may have the same number.
     folder.best = replace(known[0], folder=tmp_path, lanes=9)
@@ -160,7 +160,7 @@ def test_missing_drive_of_one_rank_is_reported(tmp_path: Path) -> None:
     assert found is not None and not found.is_copy
 
 
-def test_a_lost_drive_of_one_process_leaves_the_copies(tmp_path: Path) -> None:
+def test_copies_are_usable_after_a_drive_is_lost(tmp_path: Path) -> None:
     run = unpack("one", tmp_path)
     shutil.rmtree(run.folder / "drive")
     assert [(each.step, each.is_copy) for each in candidates_of(run)] == [(2, True), (1, True)]

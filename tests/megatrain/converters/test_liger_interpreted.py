@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes.liger_packages import complete_interpreter
+from fakes.liger_packages import extend_triton_interpreter
 from megatrain.config import combinations
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
@@ -37,7 +37,7 @@ interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process
 @pytest.fixture(autouse=True, scope="module")
 def interpreter() -> None:
     if IS_INTERPRETED and HAS_PACKAGES:
-        complete_interpreter()
+        extend_triton_interpreter()
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="starts the process of the others")

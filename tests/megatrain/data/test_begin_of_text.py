@@ -39,7 +39,7 @@ def encode(tokenizer: Any, *rows: Any) -> TokenDataset:
     return encode_rows(rows, RowEncoder(tokenizer), max_length=LENGTH)
 
 
-def test_every_piece_of_a_text_begins_with_it(with_bos: Any) -> None:
+def test_every_piece_of_a_text_begins_with_bos(with_bos: Any) -> None:
     dataset = encode(with_bos, Document(TEXT, "a.txt"))
     pieces = documents(dataset)
     bos, eos = with_bos.bos_token_id, with_bos.eos_token_id
@@ -69,7 +69,7 @@ def test_text_read_in_parts_is_one_document(with_bos: Any) -> None:
     assert with_bos.decode(pieces[-1][0]) == "<s>Loomings.<|endoftext|>"
 
 
-def test_rows_of_tokens_keep_to_how_they_begin(with_bos: Any) -> None:
+def test_pieces_of_token_rows_begin_with_bos_if_the_row_does(with_bos: Any) -> None:
     bos = with_bos.bos_token_id
     ids = tuple(range(40, 80))
     begun = documents(encode(with_bos, Tokenized((bos, *ids), None, "x")))
@@ -104,7 +104,7 @@ def test_packed_documents_begin_at_position_0(with_bos: Any) -> None:
     assert bool((batch["labels"][is_bos] == -100).all())
 
 
-def test_the_preview_shows_it(with_bos: Any, tmp_path: Path) -> None:
+def test_preview_shows_bos(with_bos: Any, tmp_path: Path) -> None:
     with_bos.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": TEXT}))
     (tmp_path / "run.toml").write_text(

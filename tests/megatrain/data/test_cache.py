@@ -121,7 +121,9 @@ def test_options_that_change_tokens_make_another_entry(data: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("change", [{"packing": False}, {"source": {"weight": 2.0}}])
-def test_options_that_do_not_share_the_entry(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_options_that_do_not_change_tokens_share_the_cache_entry(
+    data: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
     load(make_config(data, tmp_path / "cache"))
     load(make_config(data, tmp_path / "cache", **change))
     assert len(entries(tmp_path / "cache")) == 1
@@ -206,7 +208,9 @@ def test_files_of_an_entry_are_flushed_before_its_name_exists(
     assert {path.stem for path in made.iterdir()} <= set(before)
 
 
-def test_tokens_are_written_as_they_come(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushing_tokens_in_small_parts_gives_equal_data(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encoding, "_FLUSH_TOKENS", 100)
     monkeypatch.setattr(encoding, "_MAX_CALL_ROWS", 3)
     small = load(make_config(data, tmp_path / "cache"))

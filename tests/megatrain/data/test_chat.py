@@ -234,7 +234,7 @@ def test_rows_can_select_trained_turns(
     assert trained_runs(tokenizer, encoded) == expected
 
 
-def test_all_but_the_turns_that_a_row_excludes(tokenizer: Any) -> None:
+def test_turns_excluded_by_a_row_are_not_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     row = replace(conversation(*CHAT), flags=(None, None, False, None, None))
     before, after = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer, train_on="all"), row))
@@ -248,7 +248,7 @@ def test_pretokenized_rows_are_kept(tokenizer: Any) -> None:
     assert encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), None, "x")).is_text
 
 
-def test_rows_together_are_encoded_as_each_alone(tokenizer: Any) -> None:
+def test_batch_encoding_matches_single_row_encoding(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     encoder = RowEncoder(tokenizer)
     rows = [
@@ -268,7 +268,7 @@ def test_train_on_all(tokenizer: Any) -> None:
     assert encoded.trained == [False] + [True] * (len(encoded.tokens) - 1)
 
 
-def test_template_that_refuses(tokenizer: Any) -> None:
+def test_conversation_rejected_by_the_template_raises(tokenizer: Any) -> None:
     tokenizer.chat_template = MERGES_SYSTEM
     with pytest.raises(
         DataError, match="rows line 1: the chat template rejects this conversation: roles must alternate"
@@ -312,7 +312,7 @@ def test_completion_without_prompt_or_text(tokenizer: Any) -> None:
     assert sum(encoded.trained) == len(encoded.tokens) - 1
 
 
-def test_document_ends_and_trains_whole(tokenizer: Any) -> None:
+def test_document_is_trained_whole_with_an_end_token(tokenizer: Any) -> None:
     encoded = encode_row(RowEncoder(tokenizer), Document("Call me Ishmael.", "x"))
     assert tokenizer.decode(encoded.tokens) == "Call me Ishmael.<|endoftext|>"
     assert encoded.trained == [False] + [True] * (len(encoded.tokens) - 1)

@@ -77,7 +77,7 @@ def test_each_row_begins_with_bos_if_texts_do(tokenizer: Any) -> None:
             assert all(trained[2:]), row  # only a token after a <bos> inside a text is untrained
 
 
-def test_a_config_that_joins(tmp_path: Path, tokenizer: Any) -> None:
+def test_config_with_concat_packing(tmp_path: Path, tokenizer: Any) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (*TEXTS, "")))
     path = tmp_path / "run.toml"

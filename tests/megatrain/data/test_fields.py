@@ -106,7 +106,7 @@ def test_omitted_parts_of_tools_and_calls_are_named(
         assert encoded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
 
 
-def test_a_short_name_in_the_text_proves_no_call(tokenizer: Any) -> None:
+def test_short_function_name_in_text_does_not_count_as_a_call(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     call = {"type": "function", "function": {"name": "e", "arguments": {}}}
     encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, {**CALLING, "tool_calls": [call]}, ANSWER))
@@ -133,7 +133,7 @@ def test_tool_templates_render_all_parts(tokenizer: Any, name: str) -> None:
 # -- in the report -----------------------------------------------------------------------------------------------
 
 
-def test_turns_without_a_place_are_counted_and_warned_of(tmp_path: Path, tokenizer: Any) -> None:
+def test_turns_the_template_cannot_render_are_counted_and_reported(tmp_path: Path, tokenizer: Any) -> None:
     calls = {"messages": [QUESTION, CALLING, RESULT, ANSWER], "tools": [TOOL]}
     plain = {"messages": [QUESTION, ANSWER]}
     data, report = load(tmp_path, template(tokenizer, "smollm2"), [calls] * 4, [calls, *[plain] * 12], max_length=512)
@@ -187,7 +187,7 @@ BAD_ARGUMENTS = ["[1]", "5", "NaN", '"x"', json.dumps(json.dumps({"a": 1})), 0, 
 
 @pytest.mark.parametrize("given", BAD_ARGUMENTS)
 @pytest.mark.parametrize("name", ["arguments", "parameters"])
-def test_arguments_that_are_no_object_are_refused(given: object, name: str) -> None:
+def test_non_object_arguments_are_refused(given: object, name: str) -> None:
     call = {"function": {"name": "f", name: given}}
     with pytest.raises(RowError, match=rf"^rows line 1, message 2: `{name}` of the tool call `f` must be an object"):
         row(QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]})

@@ -121,7 +121,7 @@ def test_a_folder_without_splits_is_read_whole(tmp_path: Path) -> None:
         find_files(str(tmp_path / "train.jsonl"), "test")
 
 
-def test_only_files_of_mds_shards_are_refused(tmp_path: Path) -> None:
+def test_only_mds_shard_files_are_refused(tmp_path: Path) -> None:
     """Files converted as the error message asks may keep the shard's name. A folder with this name is not a shard."""
     names = ["old.mds/b.jsonl", "shard.00000.mds.jsonl", "shard.00001.mds.parquet"]
     path = folder_with(tmp_path, *reversed(names))
@@ -145,7 +145,7 @@ def test_a_large_text_comes_in_pieces(tmp_path: Path) -> None:
     assert rows[0] == Document(pieces[0][0], str(path), is_start=True, is_end=False)
 
 
-def test_a_text_without_a_border_is_cut_all_the_same(tmp_path: Path) -> None:
+def test_text_without_line_breaks_is_split(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * (_PIECE_CHARACTERS + 5))
     assert "".join(text for text, _ in read_text(path)) == path.read_text()
@@ -165,7 +165,7 @@ def test_bad_rows_are_reported_or_raised(tmp_path: Path) -> None:
     assert list(read_rows(str(path), on_bad_row=told.append, max_samples=1)) == []
 
 
-def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("tatsu-lab/alpaca")
     (tmp_path / "tatsu-lab/alpaca").mkdir(parents=True)
@@ -174,13 +174,13 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not is_hub_name("chat.jsonl")
 
 
-def test_a_name_of_the_hub_without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_without_datasets_package_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"tatsu-lab/alpaca: there is no such file or folder, and .* install the data"):
         list(read_rows("tatsu-lab/alpaca"))
 
 
-def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) -> None:
+def test_hub_datasets_are_read_from_their_arrow_files(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     files = fetch_dataset(str(tmp_path))  # a folder replaces the network; a hub name takes the same path
@@ -196,7 +196,7 @@ def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) ->
         fetch_dataset("nobody/nothing")
 
 
-def test_a_configuration_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_subset_of_a_local_path_is_refused(tmp_path: Path) -> None:
     path = folder_with(tmp_path, "a.jsonl")
     with pytest.raises(DataError, match=r'subset = "main" selects a part of a hub dataset, but this is a path'):
         list(read_rows(path, name="main"))

@@ -30,7 +30,7 @@ def lines(*rows: Any) -> str:
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
-def test_formats_are_seen_row_by_row(tmp_path: Path) -> None:
+def test_format_is_detected_per_row(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "a.jsonl",
@@ -166,7 +166,7 @@ def test_empty_folder_is_reported(tmp_path: Path, path: str, expected: str) -> N
     assert expected in str(caught.value)
 
 
-def test_format_that_the_row_does_not_have(tmp_path: Path) -> None:
+def test_row_without_the_requested_format_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", lines({"text": "t"}))
     with pytest.raises(DataError, match=r"line 1: no field `messages`; the row has `text`"):
         list(read_rows(path, format="messages"))

@@ -63,7 +63,7 @@ def test_rows_are_taken_whole_and_every_document_is_on_one_side(pieces: list[int
     assert training.epoch_documents(9).tolist() == used(training)
 
 
-def test_the_seed_chooses_and_the_fingerprint_sees_it() -> None:
+def test_seed_selects_held_out_rows_and_changes_the_fingerprint() -> None:
     whole = dataset_of([1] * 50)
     one, same, other = (hold_out(whole, 0.2, seed) for seed in (1, 1, 2))
     assert used(one) == used(same) != used(other)
@@ -90,7 +90,7 @@ def test_held_out_rows_can_be_limited() -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_batches_never_hold_them(packing: bool) -> None:
+def test_training_batches_exclude_held_out_rows(packing: bool) -> None:
     training = hold_out(dataset_of([2] * 20), 0.25, 1)
     seen = []
     for data in (training, held_out_part(training)):
@@ -118,7 +118,7 @@ def make_config(folder: Path, val_size: float, cache: str, *, text: str = "") ->
     )
 
 
-def test_the_config_decides_and_the_cache_remembers_rows(tmp_path: Path, tokenizer: Any) -> None:
+def test_cached_and_fresh_data_hold_out_the_same_rows(tmp_path: Path, tokenizer: Any) -> None:
     cached = [
         load_dataset(resolve_data(make_config(tmp_path, 0.15, str(tmp_path / "cache"))), tokenizer) for _ in range(2)
     ]

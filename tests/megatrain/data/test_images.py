@@ -110,7 +110,7 @@ def test_every_way_to_name_an_image_gives_the_same_batch(model: Path, tmp_path: 
     assert tokenizer.decode(trained).strip() == "a whale<|im_end|>"
 
 
-def test_the_address_of_a_file_may_have_blanks_and_other_letters(model: Path, tmp_path: Path) -> None:
+def test_file_url_may_contain_escaped_characters(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "Moby Dick, 100% \u00e4"
     plain = batch_of(spec(write(folder, WAYS["image_url"]), model), model)
     address = (folder / "a.png").as_uri()
@@ -120,7 +120,7 @@ def test_the_address_of_a_file_may_have_blanks_and_other_letters(model: Path, tm
     assert all(torch.equal(batch[key], plain[key]) for key in plain)
 
 
-def test_images_of_parquet_as_datasets_writes_them(model: Path, tmp_path: Path) -> None:
+def test_parquet_images_in_datasets_format_are_read(model: Path, tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     row = {**WAYS["column, placeholder"], "images": [{"bytes": PNG, "path": None}]}
@@ -221,7 +221,7 @@ def test_missing_processor_and_missing_pillow_are_reported(
         load_dataset(spec(path, model), load_tokenizer(str(model)))
 
 
-def test_a_processor_that_asks_for_torchvision_is_opened_without_it(tmp_path: Path) -> None:
+def test_processor_for_torchvision_falls_back_to_pillow(tmp_path: Path) -> None:
     """The image processor of this model needs torchvision. It is replaced by the image processor for Pillow."""
     folder = make_folder("mistral3", tmp_path)
     example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).make_example(2)

@@ -123,7 +123,7 @@ def test_seek_gives_the_same_batches(packing: bool) -> None:
     assert len({batch.epoch for batch in straight}) > 1
 
 
-def test_seed_decides_and_epochs_differ() -> None:
+def test_batches_depend_on_seed_and_epoch() -> None:
     dataset = dataset_of([5, 9, 3, 16, 2, 8, 11, 4, 6, 7] * 4)
     assert [flat(b) for b in epoch_of(make_loader(dataset))] == [flat(b) for b in epoch_of(make_loader(dataset))]
     assert flat(next(make_loader(dataset, seed=4))) != flat(next(make_loader(dataset)))

@@ -61,7 +61,7 @@ def test_dropped_overlong_rows_count_all_their_tokens(tmp_path: Path, tokenizer:
     assert (counts.num_rows_lost, counts.num_too_long, counts.num_tokens_lost) == (1, 1, NUM_TOKENS)
 
 
-def test_pieces_of_text_are_no_loss(tmp_path: Path, tokenizer: Any) -> None:
+def test_splitting_a_text_loses_no_tokens(tmp_path: Path, tokenizer: Any) -> None:
     (counts,) = load(tmp_path, tokenizer, [{"text": "Call me Ishmael. " * 200}, {"text": ""}])[1].sources
     num_tokens = len(tokenizer("Call me Ishmael. " * 200)["input_ids"]) + 1  # plus the end token
     assert (counts.num_rows_lost, counts.num_tokens_lost, counts.num_tokens) == (1, 0, num_tokens)
@@ -80,7 +80,7 @@ def report(**counts: int) -> DataReport:
         ({}, False),
     ],
 )
-def test_a_warning_above_a_twentieth(counts: dict[str, int], warned: bool) -> None:
+def test_losses_above_five_percent_warn(counts: dict[str, int], warned: bool) -> None:
     found = check_losses(report(**counts), ["data.train.0 (x.jsonl)"], 0.5)
     assert len(found) == warned
     if warned:
@@ -88,7 +88,7 @@ def test_a_warning_above_a_twentieth(counts: dict[str, int], warned: bool) -> No
         assert ("Raise data.max_length" in found[0]) == ("num_truncated" in counts)
 
 
-def test_more_than_the_config_allows_is_refused() -> None:
+def test_losses_above_max_dropped_are_refused() -> None:
     half = {"num_rows": 200, "num_rows_lost": 101, "num_too_long": 101}
     with pytest.raises(DataError) as refused:
         check_losses(report(**half), ["data.train.0 (x.jsonl)"], 0.5)

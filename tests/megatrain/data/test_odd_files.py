@@ -57,7 +57,7 @@ def test_missing_preference_column_is_named(tmp_path: Path) -> None:
         list(read_rows(path, kind=PAIRS, columns={"chosen": "bett", "rejected": "worse"}))
 
 
-def test_a_column_that_no_row_has_is_named_even_if_it_may_be_missing(tmp_path: Path) -> None:
+def test_optional_column_missing_from_all_rows_is_named(tmp_path: Path) -> None:
     """Some rows may lack a system prompt; if all rows lack it, the name is wrong."""
     row = {"instruction": "a", "output": "b"}
     path = write(tmp_path, "a.jsonl", lines(row, {**row, "sys": "s"}, row))
@@ -82,7 +82,7 @@ def test_a_column_that_no_row_has_is_named_even_if_it_may_be_missing(tmp_path: P
         ("Question,Answer", {"instruction": "Question", "output": "Answer"}),
     ],
 )
-def test_capitals_of_a_header_do_not_count(tmp_path: Path, header: str, columns: dict[str, str]) -> None:
+def test_header_case_is_ignored(tmp_path: Path, header: str, columns: dict[str, str]) -> None:
     path = write(tmp_path, "a.csv", f"{header}\nHi,Hello\n")
     (row,) = read_rows(path, columns=columns)
     assert isinstance(row, Conversation)
@@ -97,7 +97,7 @@ def test_exact_field_name_takes_precedence(tmp_path: Path) -> None:
         list(read_rows(write(tmp_path, "b.jsonl", lines({"Text": "a", "TEXT": "b"})), format="text"))
 
 
-def test_the_columns_to_write_are_called_as_in_the_file(tmp_path: Path) -> None:
+def test_suggested_columns_keep_the_file_spelling(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "Question,Answer\nHi,Hello\n")
     with pytest.raises(DataError, match=r'columns = { prompt = "Question", completion = "Answer" }'):
         list(read_rows(path))
@@ -114,7 +114,7 @@ def test_the_columns_to_write_are_called_as_in_the_file(tmp_path: Path) -> None:
         ("a.csv", 'prompt,"completion"\na; b,c\n'),
     ],
 )
-def test_separators_are_seen_from_the_header(tmp_path: Path, name: str, content: str) -> None:
+def test_separator_is_detected_from_the_header(tmp_path: Path, name: str, content: str) -> None:
     (row,) = read_rows(write(tmp_path, name, content))
     assert isinstance(row, PromptCompletion) and (row.prompt, row.completion) == ("a; b", "c")
 
@@ -141,7 +141,7 @@ ROW = {"prompt": "a", "completion": "b"}
         ({"data": {"train": [ROW, ROW], "test": [ROW]}}, "data.train"),
     ],
 )
-def test_the_list_of_rows_of_an_object(tmp_path: Path, content: Any, json_key: str | None) -> None:
+def test_row_list_inside_a_json_object_is_found(tmp_path: Path, content: Any, json_key: str | None) -> None:
     path = write(tmp_path, "a.json", json.dumps(content, indent=1))
     assert len(list(read_rows(path, json_key=json_key))) == 2
     config = make_config(path)
@@ -194,7 +194,7 @@ def test_empty_files_are_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> 
         load_dataset(resolve_data(config), tokenizer)
 
 
-def test_rows_that_are_no_objects_are_counted_together(tmp_path: Path, tokenizer: Any) -> None:
+def test_non_object_rows_are_counted_together(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path, "a.jsonl", lines(ROW, {}, ["a"], "b", ROW, ROW, ROW))
     report = load_dataset(resolve_data(make_config(path)), tokenizer).report
     assert [(each.reason, each.count, each.example) for each in report.dropped] == [
@@ -207,7 +207,7 @@ def test_rows_that_are_no_objects_are_counted_together(tmp_path: Path, tokenizer
 # -- detection by init ----------------------------------------------------------------------------------------------
 
 
-def test_more_than_the_first_row_is_looked_at(tmp_path: Path) -> None:
+def test_format_detection_reads_beyond_the_first_row(tmp_path: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
     assert detect_format(write(tmp_path, "a.jsonl", lines(same, pair))).format == "preference"
@@ -218,7 +218,7 @@ def test_more_than_the_first_row_is_looked_at(tmp_path: Path) -> None:
     assert detect_format(write(tmp_path, "a.csv", "Prompt,Chosen,Rejected\na,b,c\n")).format == "preference"
 
 
-def test_an_empty_file_is_passed_over(tmp_path: Path) -> None:
+def test_format_detection_skips_empty_files(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "")
     write(tmp_path, "b.txt", "text")
     assert detect_format(str(tmp_path)).format == "text"

@@ -58,7 +58,7 @@ def test_pairs_of_conversations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_answers_with_a_label(name: str) -> None:
+def test_labelled_answers_are_read_as_preferences(name: str) -> None:
     row = to_row(JUDGED[name], "here", PREFERENCE, {})
     assert row == Preference(Conversation((ASKED, BAD), "here", loss_start=1), None, False, "here")
 

@@ -132,7 +132,7 @@ def problem_of(line: str, table: str) -> str:
 
 @pytest.mark.parametrize("num_documents", [1, 3])
 @pytest.mark.parametrize("packing", ["true", '"concat"'])
-def test_rows_that_cannot_be_packed_refuse_packing(
+def test_packing_is_refused_for_unpackable_rows(
     ranked: RowKind, monkeypatch: pytest.MonkeyPatch, num_documents: int, packing: str
 ) -> None:
     monkeypatch.setattr(ranked, "num_documents", num_documents)
@@ -143,14 +143,14 @@ def test_rows_that_cannot_be_packed_refuse_packing(
     )
 
 
-def test_a_format_of_other_rows_names_the_fields_of_the_kind(ranked: RowKind) -> None:
+def test_wrong_format_error_names_the_fields_of_the_row_kind(ranked: RowKind) -> None:
     rows = "rows of ranked answers (prompt, answers)"
     for format in ("alpaca", "preference"):
         found = problem_of(f'format = "{format}"', "[[data.train]]")
         assert found.endswith(f'.format = "{format}", but task = "sft" trains on {rows}. Leave the key out')
 
 
-def test_a_task_with_new_rows_is_a_kind_and_an_entry(ranked: RowKind) -> None:
+def test_new_row_kind_needs_one_class_and_one_entry(ranked: RowKind) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART))
     config = load_config("run.toml").config

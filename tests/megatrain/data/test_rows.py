@@ -91,7 +91,7 @@ def test_alpaca_under_other_names(columns: dict[str, str]) -> None:
     assert messages({"q": "Add", "a": "4", "extra": ""}, **columns) == [("user", "Add"), ("assistant", "4")]
 
 
-def test_prompt_and_response_is_no_alpaca() -> None:
+def test_prompt_and_response_columns_are_not_alpaca() -> None:
     assert row({"q": "p", "a": "c"}, prompt="q", response="a") == PromptCompletion("p", "c", "x")
     assert row({"prompt": "p", "response": "c"}, "alpaca", prompt="prompt", response="response") == Conversation(
         ({"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}), "x"
@@ -106,7 +106,7 @@ def test_tokens() -> None:
     assert row({"ids": [5], "attention_mask": [0]}, input_ids="ids") == Tokenized((), None, "x")
 
 
-def test_the_most_telling_field_wins() -> None:
+def test_most_specific_field_determines_the_format() -> None:
     assert isinstance(row({"text": "t", "messages": list(HELLO)}), Conversation)
     assert isinstance(row({"text": "t", "prompt": "p", "completion": "c"}), PromptCompletion)
     assert isinstance(row({"text": "t", "instruction": "p", "output": "c"}), Conversation)

@@ -91,7 +91,9 @@ def take(loader: BatchLoader, count: int) -> list[Any]:
     return [flat(batch) for batch in itertools.islice(loader, count)]
 
 
-def rows_whole(tokenizer: Any, rows: Sequence[str], per_shard: int, window: int, *, packing: bool) -> list[list[int]]:
+def build_expected_rows(
+    tokenizer: Any, rows: Sequence[str], per_shard: int, window: int, *, packing: bool
+) -> list[list[int]]:
     """Build the batches' rows for the first pass over the source by hand, from all rows. Return each row's tokens."""
     num_shards = -(-len(rows) // per_shard)
     order = np.random.default_rng((SEED, 4, 0, 0)).permutation(num_shards)
@@ -121,7 +123,7 @@ def test_streamed_rows_equal_rows_read_at_once(
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 10)
     rows = texts(40)
     write(tmp_path / "shards", kind, rows)
-    expected = rows_whole(tokenizer, rows, 7, 10, packing=packing)
+    expected = build_expected_rows(tokenizer, rows, 7, 10, packing=packing)
     num_steps = len(expected) // 6
     assert num_steps >= 2
     found: list[list[int]] = []
@@ -136,7 +138,9 @@ def test_streamed_rows_equal_rows_read_at_once(
         assert ids[: len(wanted)] == wanted and not any(ids[len(wanted) :])
 
 
-def test_every_row_once_before_any_twice(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_is_read_once_before_any_repeats(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 41)
     write(tmp_path / "shards", "jsonl", [f"{number} sea" for number in range(41)], per_shard=5)
     said: list[str] = []
@@ -147,7 +151,7 @@ def test_every_row_once_before_any_twice(tokenizer: Any, tmp_path: Path, monkeyp
     assert numbers[:41] != numbers[41:] and "starts again, with its shards in another order" in said[0]
 
 
-def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
+def test_end_of_a_source_is_reported_after_its_rows_are_used(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window is read ahead of the steps. Here, one window holds three passes over the source."""
@@ -165,7 +169,7 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
-def test_blank_lines_are_no_rows(tmp_path: Path, kind: str) -> None:
+def test_blank_lines_are_skipped(tmp_path: Path, kind: str) -> None:
     """A cursor counts rows, not lines. From each row on, all remaining rows are read, with their line numbers."""
     lines = ["", '{"text": "a"}', "", "  ", '{"text": "b"}', '{"text": "c"}', "\t", '{"text": "d"}', ""]
     content = "\n".join(lines).encode()
@@ -291,7 +295,7 @@ def wait_for_windows() -> None:
             thread.join()
 
 
-def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) -> None:
+def test_streaming_does_not_read_all_shards_first(tokenizer: Any, counted: type[CountingFiles]) -> None:
     loader = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2)
     assert counted.opened == [], "shards are listed, not read"
     position = [batch.position for batch in itertools.islice(loader, 30)][-1]
@@ -318,7 +322,7 @@ def test_failing_server_is_retried(tokenizer: Any, counted: type[CountingFiles])
         take(loader_of(tokenizer, {"path": "counted://rows"}), 1)
 
 
-def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_shards_and_weights(tokenizer: Any, tmp_path: Path) -> None:
     write(tmp_path / "a", "jsonl", texts(9))
     source = {"path": str(tmp_path / "a")}
     own = loader_of(tokenizer, source).fingerprint()

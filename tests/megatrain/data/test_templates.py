@@ -112,7 +112,7 @@ def check(tokenizer: Any, family: str, encoded: TokenizedRow, texts: list[str]) 
         assert written == text.strip(), (run, text)
 
 
-def test_there_are_many_families() -> None:
+def test_at_least_thirty_families_are_tested() -> None:
     assert len(FAMILIES) >= 30
 
 
@@ -196,7 +196,7 @@ def test_reasoning_in_a_separate_field_is_trained(make_tokenizer: MakeTokenizer)
     assert run.strip() == "<think>\nhm\n</think>\n\nBecause<|im_end|>"
 
 
-def test_a_thought_that_the_prompt_opens_is_trained_from_there(make_tokenizer: MakeTokenizer) -> None:
+def test_thought_opened_by_the_prompt_is_trained_after_its_tag(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("qwen3_5")
     row = conversation(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nBecause"))
     (run,) = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer), row))
@@ -210,7 +210,7 @@ def test_a_template_that_removes_every_thought_refuses_rows_with_one(make_tokeni
         encode_row(RowEncoder(tokenizer), row)
 
 
-def test_ends_that_the_tokenizer_spells_out_are_trained(tokenizer: Any) -> None:
+def test_end_markers_that_are_not_special_tokens_are_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = (FOLDER / "phi4.jinja").read_text(encoding="utf-8").replace("<|im_end|>", "[[over]]")
     encoded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     first, last = trained_runs(tokenizer, encoded)
@@ -229,9 +229,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_without_end_is_refused_by_its_file(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_template_error_names_its_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited, "MAX_CPU_S", 1)
     monkeypatch.setattr(limited, "MAX_EXTRA_BYTES", 256 << 20)
     path = tmp_path / "bomb.jinja"
@@ -242,9 +240,7 @@ def test_a_template_without_end_is_refused_by_its_file(
         encode_row(encoder, Conversation("rows.jsonl, row 1", messages))
 
 
-def test_encoders_of_a_template_try_a_kind_of_conversation_within_limits_once(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_conversation_kind_is_tried_within_limits_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[Any] = []
 
     def fail(act: Callable[[], Any]) -> None:

@@ -52,7 +52,7 @@ def test_a_fraction_of_the_documents_is_rounded_to_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_batches_of_an_epoch_hold_them(packing: bool) -> None:
+def test_epoch_batches_follow_the_weights(packing: bool) -> None:
     dataset = dataset_of([10, 20], (2.5, 0.3))
     loader = loader_of(dataset, BatchShape(2, 2, 16, packing), data_seed=7)
     seen: Counter[int] = Counter()
@@ -63,7 +63,7 @@ def test_batches_of_an_epoch_hold_them(packing: bool) -> None:
     assert seen == Counter({document: 3 * count for document, count in expected.items()})
 
 
-def test_the_fingerprint_sees_weights() -> None:
+def test_fingerprint_depends_on_weights() -> None:
     plain, same = dataset_of([10, 20], ()), dataset_of([10, 20], (1.0, 1.0))
     weighted = replace(plain, weights=(2.0, 1.0))
     assert plain.fingerprint() == same.fingerprint() != weighted.fingerprint()
@@ -100,6 +100,6 @@ def test_weights_of_the_config(tmp_path: Path, tokenizer: Any) -> None:
     assert stats.num_trained_tokens == 14 * 7
 
 
-def test_weights_that_leave_nothing_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_weights_that_select_no_documents_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match="these weights leave no document to train on"):
         load_dataset(resolve_data(make_config(tmp_path, 0.01)), tokenizer)

@@ -242,7 +242,7 @@ def test_every_dtype_comes_back_bit_for_bit(store: TieredStore, dtype: torch.dty
     assert bits(turned.t()) == expected
 
 
-def test_lazy_bits_come_back(store: TieredStore) -> None:
+def test_conjugate_and_negative_bits_are_restored(store: TieredStore) -> None:
     tensor = torch.randn(8, 4, dtype=torch.complex64)
     with offload_activations(store, min_bytes=1):
         graph = save(tensor.conj(), tensor.conj().imag)
@@ -253,7 +253,7 @@ def test_lazy_bits_come_back(store: TieredStore) -> None:
     assert torch.equal(conjugated, expected) and torch.equal(imaginary, expected.imag)
 
 
-def test_odd_tensors_pass(store: TieredStore) -> None:
+def test_unusual_tensors_round_trip(store: TieredStore) -> None:
     sparse = torch.eye(4).to_sparse()
     with offload_activations(store, min_bytes=0):
         graph = save(torch.tensor(2.5), torch.empty(0, 3), sparse, torch.randn(3, requires_grad=True) * 2)
@@ -384,7 +384,7 @@ def test_tensors_still_in_use_are_not_read_back(store: TieredStore) -> None:
     assert activations.stats().restored_bytes == 0 < activations.stats().offloaded_bytes
 
 
-def test_a_storage_that_changed_is_stored_again(store: TieredStore) -> None:
+def test_changed_storage_is_stored_again(store: TieredStore) -> None:
     base = torch.ones(4096)
     with offload_activations(store, min_bytes=1) as activations:
         first = save(base)
@@ -402,7 +402,7 @@ def test_a_storage_that_changed_is_stored_again(store: TieredStore) -> None:
         saved(first)
 
 
-def test_memory_that_changed_behind_a_saved_tensor_is_read_back(store: TieredStore) -> None:
+def test_data_alias_restores_values_from_before_an_in_place_change(store: TieredStore) -> None:
     """A ``data`` tensor has its own version counter, so an in-place change of its base raises no error.
     The old values are read back from the store.
     """
@@ -418,7 +418,7 @@ def test_memory_that_changed_behind_a_saved_tensor_is_read_back(store: TieredSto
 
 
 @pytest.mark.parametrize("min_bytes", [1, KiB, MiB])
-def test_a_change_in_place_is_an_error_as_in_plain(store: TieredStore, min_bytes: int) -> None:
+def test_in_place_change_raises_as_in_plain_pytorch(store: TieredStore, min_bytes: int) -> None:
     x = torch.randn(32, 32, requires_grad=True)
     big = torch.randn(MiB // 4, requires_grad=True)
     with offload_activations(store, min_bytes=min_bytes):
@@ -449,7 +449,7 @@ def test_a_small_part_does_not_keep_a_large_storage(store: TieredStore) -> None:
 # -- tensors that stay ---------------------------------------------------------------------------------------------
 
 
-def test_weights_stay(store: TieredStore) -> None:
+def test_weights_are_not_offloaded(store: TieredStore) -> None:
     layer = nn.Linear(64, 64)
     frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)
     x = torch.randn(32, 64)
@@ -481,7 +481,7 @@ def test_model_parameters_are_not_offloaded(store: TieredStore) -> None:
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_the_graph_keeps_no_memory_and_no_tier_more_than_it_has(tmp_path: Path) -> None:
+def test_graph_keeps_no_memory_and_tiers_stay_within_capacity(tmp_path: Path) -> None:
     watched: list[WeakStorage] = []
     x = torch.randn(256, 256)
     weights = [torch.randn(256, 256, requires_grad=True) for _ in range(12)]
@@ -548,7 +548,7 @@ def test_tensor_larger_than_the_fast_tier_stays(tmp_path: Path) -> None:
         assert 32 * KiB <= store.stats().tiers["ram"].high_water_bytes <= 64 * KiB
 
 
-def test_a_limit_is_kept(store: TieredStore) -> None:
+def test_max_bytes_limits_offloading(store: TieredStore) -> None:
     model, step = case("mlp")
     activations = offload_activations(store, min_bytes=1, max_bytes=256 * KiB)
     gradients(list(model.parameters()), step, activations)
@@ -558,7 +558,7 @@ def test_a_limit_is_kept(store: TieredStore) -> None:
     assert stats.no_room_bytes == 5 * 128 * KiB
 
 
-def test_a_step_leaves_no_blocks_and_the_next_one_takes_its_files(store: TieredStore, tmp_path: Path) -> None:
+def test_step_leaves_no_blocks_and_the_next_one_reuses_its_files(store: TieredStore, tmp_path: Path) -> None:
     _, step = case("attention")
     files = []
     for _ in range(20):
@@ -642,7 +642,7 @@ def test_double_backward(store: TieredStore, is_inside: bool) -> None:
     assert 0 < stats.restored_bytes <= 2 * (stats.offloaded_bytes + stats.deduplicated_bytes), "once for each backward"
 
 
-def test_a_graph_is_kept_for_several_backwards(store: TieredStore) -> None:
+def test_retained_graph_supports_several_backwards(store: TieredStore) -> None:
     model, step = case("mlp")
     model.eval()
     parameters = list(model.parameters())
@@ -683,7 +683,7 @@ def test_offloading_works_with_recompute(store: TieredStore, use_reentrant: bool
         assert activations.stats().restored_bytes == sum(saved_storages(step, parameters))
 
 
-def test_several_forwards_before_a_backward_and_others_without_gradients(store: TieredStore) -> None:
+def test_several_training_and_no_grad_forwards_before_a_backward(store: TieredStore) -> None:
     (model, _), (reference, _) = mlp(), mlp()
     parameters = list(model.parameters())
     batches = [torch.randn(n, 64) for n in (128, 40, 96)]
@@ -714,7 +714,7 @@ def test_several_forwards_before_a_backward_and_others_without_gradients(store: 
     assert stats.restored_bytes == stats.offloaded_bytes - num_rows * x[0].nbytes, "the batches are still in memory"
 
 
-def test_after_an_exception_the_next_step_is_right(store: TieredStore) -> None:
+def test_step_after_an_exception_is_correct(store: TieredStore) -> None:
     model, step = case("mlp")
     parameters = list(model.parameters())
     expected = gradients(parameters, step)
@@ -782,7 +782,7 @@ def test_outer_hooks_get_tensors_that_stay(store: TieredStore) -> None:
     assert weight.grad is not None and first.grad is not None
 
 
-def test_hooks_inside_and_contexts_in_contexts(store: TieredStore) -> None:
+def test_inner_hooks_and_nested_contexts(store: TieredStore) -> None:
     model, step = case("mlp")
     parameters = list(model.parameters())
     expected = gradients(parameters, step)

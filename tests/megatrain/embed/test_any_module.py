@@ -109,13 +109,13 @@ def test_losses_gradients_and_weights_match_plain_pytorch(name: str, lora: bool,
 
 
 @pytest.mark.parametrize("name", ["Flux", "UNet", pytest.param("Wan", marks=pytest.mark.slow)])
-def test_adapters_leave_the_units_as_they_are(name: str) -> None:
+def test_adapters_do_not_change_the_partition_into_units(name: str) -> None:
     assert [unit.name for unit in partition(make(name, lora=True), "model")] == [
         unit.name for unit in partition(make(name), "model")
     ]
 
 
-def test_stages_of_a_unet_are_taken_apart_with_attention_or_without() -> None:
+def test_unet_stages_are_split_with_and_without_attention() -> None:
     names = {unit.name for unit in partition(make("UNet"), "model")}
     assert {"up_blocks.0.resnets.0", "down_blocks.1.resnets.0", "up_blocks.1.resnets.1"} <= names
     assert not {"up_blocks.0", "down_blocks.1", "up_blocks.1"} & names
@@ -131,7 +131,7 @@ def test_experts_of_one_layer_stay_together() -> None:
     assert [unit.name for unit in partition(model, "model")] == ["layers.0", "layers.1"]
 
 
-def test_bf16_with_parts_in_fp32_and_a_folder_of_it(tmp_path: Path) -> None:
+def test_mixed_bf16_and_fp32_model_matches_plain_and_reloads(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     case = CASES["Wan"]
     make("Wan").save_pretrained(tmp_path / "whole")
@@ -153,7 +153,7 @@ def test_bf16_with_parts_in_fp32_and_a_folder_of_it(tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[key], expected), key
 
 
-def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) -> None:
+def test_diffusers_folder_is_loaded_file_by_file(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import load_file
@@ -177,7 +177,7 @@ def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) 
         assert all(torch.equal(gradients[key], one) for key, one in expected.items() if one is not None)
 
 
-def test_adapters_are_saved_as_diffusers_saves_them(tmp_path: Path) -> None:
+def test_saved_adapters_load_in_diffusers(tmp_path: Path) -> None:
     model = make("Flux", lora=True)
     with offloaded(model, tmp_path / "a", "896KiB", "nvme") as optimizer:
         backward(CASES["Flux"], model)

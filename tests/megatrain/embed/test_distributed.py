@@ -86,7 +86,7 @@ def train(world: World, folder: Path) -> dict[str, Any]:
     return {**results, "weights": weights}
 
 
-def test_two_ranks_and_one(tmp_path: Path) -> None:
+def test_two_ranks_match_one_process(tmp_path: Path) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     results = run_on_ranks(2, train, tmp_path)

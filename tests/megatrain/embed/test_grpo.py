@@ -70,7 +70,7 @@ def train(folder: Path, *, offloaded: bool) -> tuple[list[dict[str, Any]], dict[
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own warnings
-def test_writes_and_learns_the_same(tmp_path: Path) -> None:
+def test_grpo_matches_plain_completions_and_training(tmp_path: Path) -> None:
     told, weights = train(tmp_path / "offloaded", offloaded=True)
     wanted, others = train(tmp_path / "plain", offloaded=False)
     for ours, theirs in zip(told[:NUM_STEPS], wanted[:NUM_STEPS], strict=True):

@@ -113,7 +113,7 @@ def test_offloaded_model_and_offloaded_optimizer_match_plain_training(
 
 
 @pytest.mark.parametrize("tiers_model", [True, False])
-def test_resumes_bit_for_bit_also_with_other_sizes(
+def test_resume_is_bit_identical_with_other_tier_sizes(
     folder: Path, tmp_path: Path, stores: Stores, tiers_model: bool
 ) -> None:
     def run(output: Path, store: TieredStore, **options: Any) -> Any:
@@ -131,9 +131,7 @@ def test_resumes_bit_for_bit_also_with_other_sizes(
     assert all(torch.equal(value, wanted[1][name]) for name, value in weights(resumed.model).items())
 
 
-def test_generations_live_as_long_as_the_checkpoints_that_name_them(
-    folder: Path, tmp_path: Path, stores: Stores
-) -> None:
+def test_generations_are_kept_while_checkpoints_reference_them(folder: Path, tmp_path: Path, stores: Stores) -> None:
     store = stores(keep_generations=1)
     model = mt.offload(model_of(folder), store)
     train(model, arguments(tmp_path / "out", max_steps=5, save_steps=1, save_total_limit=3))
@@ -159,7 +157,7 @@ def test_best_model_at_the_end(folder: Path, tmp_path: Path, stores: Stores) -> 
     assert all(torch.equal(value, wanted[name]) for name, value in weights(trainer.model).items())
 
 
-def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
+def test_optim_names_select_tiered_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
     trainer = mt.hf.offloaded(Trainer)(model=model_of(folder), args=arguments(tmp_path), store=stores())
     names = {"adamw_torch_fused": "TieredAdamW", "sgd": "TieredSGD", "lion_32bit": "TieredLion"}
     for name, wanted in {**names, "adafactor": "TieredAdafactor"}.items():
@@ -217,7 +215,7 @@ def test_refuses_a_model_without_a_store(folder: Path, tmp_path: Path) -> None:
         mt.hf.offloaded(Trainer)(model=model_of(folder), args=arguments(tmp_path), train_dataset=data())
 
 
-def test_a_plain_trainer_cannot_train_a_tiered_model_unseen(folder: Path, tmp_path: Path, stores: Stores) -> None:
+def test_plain_trainer_with_a_tiered_model_raises(folder: Path, tmp_path: Path, stores: Stores) -> None:
     model = mt.offload(model_of(folder), stores())
     trainer = Trainer(model=model, args=arguments(tmp_path / "out"), train_dataset=data())
     with pytest.raises(RuntimeError, match="gradient of"):

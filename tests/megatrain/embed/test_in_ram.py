@@ -60,7 +60,7 @@ def test_updates_in_ram_match_fetched_updates_bitwise(kind: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize(("state_dtype", "rounding"), [("int8", 2**-4), ("bfloat16", 2**-7)])
-def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: float, tmp_path: Path) -> None:
+def test_low_precision_moments_convert_to_and_from_torch(state_dtype: Any, rounding: float, tmp_path: Path) -> None:
     """Moments in int8 or bf16 match torch's within rounding, and can be exchanged with torch's optimizer."""
     module, plain = nn.Linear(70, 30), nn.Linear(70, 30)
     plain.load_state_dict(module.state_dict())
@@ -92,7 +92,7 @@ def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: 
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
-def test_small_moments_are_the_same_in_an_offloaded_module(state_dtype: Any, tmp_path: Path) -> None:
+def test_low_precision_moments_match_in_an_offloaded_module(state_dtype: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
     tiered = copy.deepcopy(plain)
@@ -112,7 +112,7 @@ def test_small_moments_are_the_same_in_an_offloaded_module(state_dtype: Any, tmp
             assert same_bits(list(tiered.parameters()), list(plain.parameters()))
 
 
-def test_numbers_that_move_are_found_again(tmp_path: Path) -> None:
+def test_parameters_with_replaced_data_are_still_updated(tmp_path: Path) -> None:
     plain, moved = parameters(), parameters()
     with open_store(ram="64MiB", path=tmp_path) as store:
         first = TieredAdamW(plain, store=store, name="plain")
@@ -142,7 +142,7 @@ def test_a_converted_parameter_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
-def test_a_graph_from_before_the_step_is_out_of_date() -> None:
+def test_backward_of_a_graph_older_than_the_step_raises() -> None:
     parameter = nn.Parameter(torch.ones(4))
     with open_store(ram="16MiB") as store:
         optimizer = TieredAdamW([parameter], store=store)

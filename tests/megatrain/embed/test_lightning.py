@@ -178,7 +178,7 @@ def test_bf16_true_keeps_an_fp32_master(store: TieredStore, tmp_path: Path) -> N
     assert before["layers.0.0.weight"].dtype == torch.float32
 
 
-def test_clipping_is_by_the_exact_norm_and_for_the_trainer_alone(store: TieredStore, tmp_path: Path) -> None:
+def test_trainer_clipping_uses_the_exact_norm(store: TieredStore, tmp_path: Path) -> None:
     expected, model = net(adamw, NormNet), net()
     trainer(tmp_path, None, gradient_clip_val=0.02).fit(expected, data())
     fitted = trainer(tmp_path, store, gradient_clip_val=0.02)
@@ -198,7 +198,7 @@ def test_manual_optimization(store: TieredStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_checkpoint_is_light_and_resumes_bit_for_bit(tmp_path: Path, precision: str) -> None:
+def test_checkpoint_is_small_and_resumes_bit_for_bit(tmp_path: Path, precision: str) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return TieredAdamW(parameters, lr=1e-3, weight_decay=0.1)
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_light_and_resumes_bit_for_bit(tmp_path: Path, precision
     assert half.losses + rest.losses == whole.losses
 
 
-def test_weights_of_a_checkpoint_open_without_a_store(store: TieredStore, tmp_path: Path) -> None:
+def test_checkpoint_weights_load_without_a_store(store: TieredStore, tmp_path: Path) -> None:
     model = net()
     fitted = trainer(tmp_path, store)
     fitted.fit(model, data())
@@ -230,7 +230,7 @@ def test_weights_of_a_checkpoint_open_without_a_store(store: TieredStore, tmp_pa
     assert_same(weights(Net.load_from_checkpoint(tmp_path / "last.ckpt")), weights(model))
 
 
-def test_weights_that_a_hook_changes_win_over_the_generation(store: TieredStore, tmp_path: Path) -> None:
+def test_weights_changed_by_a_hook_override_the_generation(store: TieredStore, tmp_path: Path) -> None:
     class Changed(Net):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"]["layers.2.0.bias"] = torch.full((32,), 7.0)
@@ -277,7 +277,7 @@ def test_checkpoint_of_the_plain_strategy_is_loaded(store: TieredStore, tmp_path
     assert model.losses == pytest.approx(expected.losses[6:], rel=1e-5)
 
 
-def test_generations_stay_as_long_as_files_name_them(tmp_path: Path) -> None:
+def test_generations_are_kept_while_files_reference_them(tmp_path: Path) -> None:
     with small_store(tmp_path, keep_generations=1) as store:
         callback = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         fitted = trainer(tmp_path, store, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
@@ -298,7 +298,7 @@ def test_generations_stay_as_long_as_files_name_them(tmp_path: Path) -> None:
     assert generations == {1, 3, 4, 5, 6, 7}, "no file names the second any more"
 
 
-def test_a_file_that_was_deleted_lets_its_generation_go(tmp_path: Path) -> None:
+def test_deleting_a_checkpoint_file_releases_its_generation(tmp_path: Path) -> None:
     with small_store(tmp_path, keep_generations=1) as store:
         callback = ModelCheckpoint(tmp_path, monitor=None, every_n_train_steps=1, save_top_k=1)
         fitted = trainer(tmp_path, store, callbacks=[callback], enable_checkpointing=True)
@@ -333,7 +333,7 @@ def test_offloaded_modules_keep_their_store(store: TieredStore, tmp_path: Path) 
     assert {spec.key.split("/")[0] for spec in store.blocks()} == {"mine", "optimizer"}
 
 
-def test_modules_that_the_user_leaves_stay_in_memory(store: TieredStore, tmp_path: Path) -> None:
+def test_modules_named_in_leave_stay_in_memory(store: TieredStore, tmp_path: Path) -> None:
     """Parameters named in the option `leave` stay in memory, and so does the module's own parameter."""
     model = net()
     strategy = tier_lightning.TierStrategy(store, leave=["layers.3.*"])
@@ -342,7 +342,7 @@ def test_modules_that_the_user_leaves_stay_in_memory(store: TieredStore, tmp_pat
     assert in_memory == {"scale", "layers.3.0.weight", "layers.3.0.bias"}
 
 
-def test_optimizer_state_alone(store: TieredStore, tmp_path: Path) -> None:
+def test_strategy_can_offload_only_optimizer_state(store: TieredStore, tmp_path: Path) -> None:
     model, plain = net(lambda parameters: TieredLion(parameters, lr=1e-3, store=store)), net(adamw)
     options: dict[str, Any] = {"strategy": tier_lightning.TierStrategy(store, offload_model=False)}
     trainer(tmp_path, None, gradient_clip_val=0.1, **options).fit(model, data())
@@ -396,7 +396,7 @@ def test_two_norms_and_a_cached_optimizer_are_refused(tmp_path: Path) -> None:
         refused(tmp_path, store, "Create a new one there", model)
 
 
-def test_without_lightning_the_extra_is_named() -> None:
+def test_missing_lightning_error_names_the_extra() -> None:
     code = """
 import sys
 sys.modules["lightning"] = None

@@ -19,7 +19,7 @@ from megatrain.embed.absent_parameters import AbsentWeightError, StoredParameter
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.patches.module_methods import log_ignored_move
 from megatrain.embed.weights import WeightInUseError, block_of
-from oracles.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
+from oracles.embedded import RootParameters, Tied, assert_same_weights, pair_of, run_backward, small_store
 from tiered import TieredStore
 
 TWO = 2
@@ -83,7 +83,7 @@ def test_reading_an_offloaded_weight_is_refused_by_name(name: str, home: str, st
         READS[name](module[0].weight)
 
 
-def test_questions_are_answered(home: str, store: TieredStore) -> None:
+def test_offloaded_parameters_report_their_metadata(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
     before = list(module.parameters())
     megatrain.offload(module, store, weights=home)
@@ -221,7 +221,7 @@ def test_a_view_that_outlives_its_weights_is_refused(store: TieredStore) -> None
     assert kept.shape == (8, 8)
 
 
-def test_weights_that_are_handed_out_of_a_module(home: str, store: TieredStore) -> None:
+def test_returned_parameters_work_or_are_refused(home: str, store: TieredStore) -> None:
     """A module that returns a parameter, or a view of a parameter, works correctly or is refused."""
 
     class Positions(nn.Module):
@@ -253,7 +253,7 @@ def test_weights_that_are_handed_out_of_a_module(home: str, store: TieredStore) 
                 assert module.positions.table.grad is not None
 
 
-def test_computing_inside_gathered_can_be_differentiated(home: str, store: TieredStore) -> None:
+def test_computation_inside_gathered_is_differentiable(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
     megatrain.offload(module, store, weights=home)
     y = x().requires_grad_()
@@ -266,7 +266,7 @@ def test_computing_inside_gathered_can_be_differentiated(home: str, store: Tiere
 
 
 def test_state_dict(home: str, store: TieredStore, tmp_path: Path) -> None:
-    plain, module = pair_of(lambda: nn.Sequential(Tied(), Rooted(), make()))
+    plain, module = pair_of(lambda: nn.Sequential(Tied(), RootParameters(), make()))
     megatrain.offload(module, store, weights=home)
     assert_same_weights(plain, module)
     assert_same_weights(plain[0], module[0])
@@ -278,7 +278,7 @@ def test_state_dict(home: str, store: TieredStore, tmp_path: Path) -> None:
     variables = module.state_dict(keep_vars=True)
     assert variables["0.head.weight"] is module[0].embed.weight
     torch.save(module.state_dict(), tmp_path / "weights.pt")
-    other = nn.Sequential(Tied(), Rooted(), make())
+    other = nn.Sequential(Tied(), RootParameters(), make())
     other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     assert_same_weights(plain, other)
     assert [type(one) for one in module.state_dict(prefix="p.")] == [str] * len(state)
@@ -380,7 +380,7 @@ def test_unsupported_modules_are_refused(store: TieredStore) -> None:
         (lambda: megatrain.offload(make().double(), store), "float64"),
         (lambda: megatrain.offload(make(), store, weights="tape"), "tape"),
         (lambda: megatrain.offload(shared_memory(), store), "share memory"),
-        (lambda: megatrain.offload(whole_numbers(), store), "leave="),
+        (lambda: megatrain.offload(make_integer_module(), store), "leave="),
     ):
         with pytest.raises(ValueError, match=message):
             spoil()
@@ -398,13 +398,13 @@ def shared_memory() -> nn.Module:
     return module
 
 
-def whole_numbers() -> nn.Module:
+def make_integer_module() -> nn.Module:
     module = make()
     module.register_parameter("steps", nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False))
     return module
 
 
-def test_weights_that_were_frozen_cannot_be_trained_in_silence(store: TieredStore) -> None:
+def test_training_weights_frozen_at_offload_raises(store: TieredStore) -> None:
     module = make()
     module[0].requires_grad_(False)
     megatrain.offload(module, store)

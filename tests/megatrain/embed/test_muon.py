@@ -69,7 +69,7 @@ def test_results_match_torch(offloaded: bool, tmp_path: Path) -> None:
                 )
 
 
-def test_state_is_saved_and_goes_to_torch_and_back(tmp_path: Path) -> None:
+def test_muon_state_resumes_and_converts_to_and_from_torch(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     with megatrain.open_store(ram="32MiB", path=tmp_path / "store") as store:
         optimizer = tiered(module, store=store, ema_decay=0.9)

@@ -82,7 +82,7 @@ def with_adapters(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "saved"])
-def test_adapters_are_merged_and_the_base_keeps_its_bits(kind: str, tmp_path: Path) -> None:
+def test_merging_adapters_leaves_base_weights_unchanged(kind: str, tmp_path: Path) -> None:
     model = with_adapters(kind)
     plain = copy.deepcopy(model)
     with small_store(tmp_path) as store:
@@ -104,7 +104,7 @@ def test_learned_prompts_are_refused(tmp_path: Path) -> None:
         next(megatrain.named_tensors(model))
 
 
-def test_memory_of_the_fastest_tier_comes_back_between_steps(tmp_path: Path) -> None:
+def test_fastest_tier_memory_is_released_between_steps(tmp_path: Path) -> None:
     tiers = [
         GpuTier(4 * MiB, device="cpu"),
         RamTier(16 * MiB),

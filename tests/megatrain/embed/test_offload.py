@@ -116,7 +116,7 @@ def test_autocast(name: str, tmp_path: Path) -> None:
             assert_same_gradients(plain, module)
 
 
-def test_any_ram_size_works_or_is_refused_at_once(tmp_path: Path) -> None:
+def test_any_ram_size_works_or_is_refused_before_training(tmp_path: Path) -> None:
     """A store that is too small is refused before the first step, never in the middle of a step."""
     size, refused, worked = 16 << 10, 0, 0
     while worked < 3:
@@ -143,7 +143,7 @@ def test_any_ram_size_works_or_is_refused_at_once(tmp_path: Path) -> None:
     assert refused > 2
 
 
-def test_forwards_without_gradients_in_between(tmp_path: Path) -> None:
+def test_no_grad_forwards_between_training_steps(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["encoder"])
     with small_store(tmp_path) as store:
         megatrain.offload(module, store, **HOMES["all on a drive"])
@@ -338,7 +338,7 @@ def test_user_hooks_run_and_failing_hooks_leave_no_blocks(tmp_path: Path) -> Non
         assert all(before[name] is parameter for name, parameter in module.named_parameters())
 
 
-def test_a_module_from_the_meta_device_gets_its_weights_later(tmp_path: Path) -> None:
+def test_meta_device_module_can_be_loaded_after_offload(tmp_path: Path) -> None:
     plain, _ = pair_of(ZOO["encoder"])
     with torch.device("meta"):
         module = ZOO["encoder"]()

@@ -83,7 +83,7 @@ def test_several_folders_paths_and_homes(tmp_path: Path, monkeypatch: pytest.Mon
             home_order(store, "gpu")
 
 
-def test_one_process_has_a_folder(tmp_path: Path) -> None:
+def test_second_store_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     with megatrain.open_store(ram="8MiB", nvme=tmp_path, nvme_size="8MiB"), pytest.raises(LockedError):
         megatrain.open_store(ram="8MiB", nvme=tmp_path, nvme_size="8MiB")
     with megatrain.open_store(ram="8MiB", nvme=tmp_path, nvme_size="8MiB") as store:
@@ -91,7 +91,7 @@ def test_one_process_has_a_folder(tmp_path: Path) -> None:
     assert store.is_closed
 
 
-def test_copies_do_not_take_the_room_of_homes(tmp_path: Path) -> None:
+def test_cached_copies_do_not_affect_home_placement(tmp_path: Path) -> None:
     """The homes of blocks depend on the requested sizes, not on the current contents of RAM."""
     places = []
     for touches in (False, True):
@@ -134,7 +134,7 @@ def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_gpu_that_does_not_exist() -> None:
+def test_missing_gpu_is_reported() -> None:
     with pytest.raises(ValueError, match=r"torch finds no CUDA device\. Leave gpu out"):
         megatrain.open_store(ram="8MiB", gpu="1GiB")
     with megatrain.open_store(ram="8MiB") as store:
@@ -144,7 +144,7 @@ def test_a_gpu_that_does_not_exist() -> None:
         assert module(torch.ones(1, 4)).shape == (1, 4)
 
 
-def test_arguments_in_the_wrong_place() -> None:
+def test_misplaced_arguments_are_refused() -> None:
     module: Any = torch.nn.Linear(4, 4)
     with pytest.raises(TypeError, match=r'offload takes the store that megatrain\.open_store\(ram="16MiB"\) returns'):
         megatrain.offload(module, "16MiB")  # type: ignore[arg-type]

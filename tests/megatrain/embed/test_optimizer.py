@@ -98,7 +98,7 @@ def test_updates_are_bitwise_equal_for_any_placement(
     assert (norms[0] is None) == (max_grad_norm == 0)
 
 
-def test_a_buffer_for_gradients_is_closed_before_a_larger_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_buffer_is_freed_before_a_larger_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     slabs: list[HostSlab] = []
 
     def make_slab(nbytes: int, *, pin: bool) -> HostSlab:
@@ -198,9 +198,7 @@ def test_averages_of_other_optimizers(case: str, tmp_path: Path) -> None:
     ("kind", "dtype"),
     [("adamw", torch.bfloat16), pytest.param("sgd", torch.float32, marks=pytest.mark.slow)],
 )
-def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_averages_are_updated_for_many_parameters_at_once(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The averages are bit-identical to averages that are updated one group at a time."""
 
     def train(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -263,7 +261,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             twin.load_state_dict(masters_of(module, optimizer))
             oracle.update_parameters(twin)
             with optimizer.averaged_parameters():
-                averages, said = weights_of(module), run_backward_free(module, x)
+                averages, said = weights_of(module), forward_without_grad(module, x)
                 for name, expected in oracle.module.state_dict().items():
                     torch.testing.assert_close(averages[name].float(), expected, rtol=2**-8, atol=2**-9)
                 for forbidden in (optimizer.step, optimizer.state_dict, optimizer.averaged_parameters().__enter__):
@@ -272,7 +270,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             now = weights_of(module)
             assert_equal(now, weights_of(without))
             assert any(not torch.equal(averages[name], one) for name, one in now.items())
-            assert not torch.equal(said, run_backward_free(module, x))
+            assert not torch.equal(said, forward_without_grad(module, x))
         for name, parameter in module.named_parameters():
             expected = oracle.module.state_dict()[name]
             found = optimizer.state[parameter]["ema"]
@@ -306,7 +304,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
         )
 
 
-def run_backward_free(module: nn.Module, x: Tensor) -> Tensor:
+def forward_without_grad(module: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         found: Tensor = module(x)
     return found.clone()
@@ -431,7 +429,7 @@ def test_separate_gradients_of_one_block_are_all_used(tmp_path: Path) -> None:
         for x, name in zip(batches(3), ("first", "second", "first"), strict=True):
             for one in (plain, module):
                 one(x, name).square().mean().backward()
-            leave_ram(store)
+            evict_from_ram(store)
         twin.step()
         optimizer.step()
         assert_same_weights(plain, module)
@@ -476,7 +474,7 @@ def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
             assert optimizer.grad_norm == pytest.approx(factor * sum(p.numel() for p in plain.parameters()) ** 0.5)
 
 
-def leave_ram(store: TieredStore) -> None:
+def evict_from_ram(store: TieredStore) -> None:
     """Evict from RAM every block whose home is elsewhere, and fill the store's free RAM with NaN."""
     for spec in store.blocks():
         if spec.home != "ram" and "ram" in store.where(spec.key):
@@ -491,7 +489,7 @@ def leave_ram(store: TieredStore) -> None:
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])
-def test_parameters_that_come_later_are_frozen_or_get_no_gradient(is_tiered: bool, tmp_path: Path) -> None:
+def test_each_parameter_counts_its_own_steps(is_tiered: bool, tmp_path: Path) -> None:
     """Each parameter counts its own steps, as in torch."""
     plain, module = pair_of(lambda: nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]))
     with small_store(tmp_path) as store:

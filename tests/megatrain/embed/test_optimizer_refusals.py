@@ -44,7 +44,7 @@ def test_misspelled_option_is_refused(name: str, tmp_path: Path) -> None:
         megatrain.TieredAdamW(make().parameters(), store=store, **{name: "absent"})
 
 
-def test_a_norm_that_was_measured_counts_until_the_gradients_change(tmp_path: Path) -> None:
+def test_measured_norm_is_discarded_when_gradients_change(tmp_path: Path) -> None:
     for is_tiered in (False, True):
         _, module = pair_of(make)
         with small_store(tmp_path / str(is_tiered)) as store:
@@ -111,7 +111,7 @@ def test_foreign_operations_on_stored_gradients_are_refused(is_tiered: bool, tmp
                 foreign.step()
 
 
-def test_a_gradient_that_was_set_by_hand_is_not_forgotten(tmp_path: Path) -> None:
+def test_setting_a_gradient_by_hand_raises(tmp_path: Path) -> None:
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredAdamW(module.parameters(), store=store, offload_gradients=True)
@@ -168,7 +168,7 @@ def test_invalid_optimizer_arguments_are_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
-def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
+def test_enabling_momentum_after_construction_is_refused(tmp_path: Path) -> None:
     _, module = pair_of(make)
     named = dict(module.named_parameters())
     with small_store(tmp_path) as store:
@@ -233,7 +233,7 @@ def test_partial_update_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         optimizer.step()
 
 
-def test_update_that_the_store_refuses_stays_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_update_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, module = pair_of(make)
     run_backward(plain, batches(1)[0])
     torch.optim.AdamW(plain.parameters(), lr=0.1).step()

@@ -77,7 +77,7 @@ def test_adapters_are_merged_in_the_store(
         assert_same_weights(expected, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
 
 
-def test_adapters_are_taken_out_without_merging(tmp_path: Path) -> None:
+def test_adapters_are_unloaded_without_merging(tmp_path: Path) -> None:
     plain = adapted("llama", ["q_proj"])
     model = copy.deepcopy(plain)
     with small_store(tmp_path) as store:
@@ -101,7 +101,7 @@ def test_unmergeable_adapters_are_refused(tmp_path: Path) -> None:
             model.merge_and_unload()
 
 
-def test_another_vocabulary_comes_before_the_store(tmp_path: Path) -> None:
+def test_resizing_the_vocabulary_after_offload_is_refused(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_config(tiny_config("llama"))
     model.resize_token_embeddings(VOCAB + 5)
     with small_store(tmp_path) as store:

@@ -137,7 +137,7 @@ def test_saving_twice_without_a_change_commits_once(tmp_path: Path) -> None:
         assert optimizer.state_dict()["tiered"]["generation"] == 2
 
 
-def test_going_back_within_a_run(tmp_path: Path) -> None:
+def test_loading_an_earlier_state_repeats_the_losses(tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 2)
@@ -256,7 +256,7 @@ def test_missing_generation_is_refused(tmp_path: Path) -> None:
         optimizer.load_state_dict(states[2])
 
 
-def test_without_a_folder_nothing_can_be_saved() -> None:
+def test_state_dict_of_a_store_without_a_folder_raises() -> None:
     with megatrain.open_store(ram="8MiB") as store:
         module, optimizer = build(store)
         steps(module, optimizer, 0, 1)
@@ -267,7 +267,7 @@ def test_without_a_folder_nothing_can_be_saved() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("is_tiered", [False, True])
-def test_to_torch_and_back(kind: str, is_tiered: bool, tmp_path: Path) -> None:
+def test_optimizer_state_round_trips_through_torch(kind: str, is_tiered: bool, tmp_path: Path) -> None:
     def make_both(module: nn.Module, store: TieredStore) -> list[Any]:
         if kind == "adamw":
             return [torch.optim.AdamW(module.parameters(), lr=1e-2), megatrain.TieredAdamW]
@@ -310,7 +310,7 @@ def test_to_torch_and_back(kind: str, is_tiered: bool, tmp_path: Path) -> None:
         assert not back.full_state_dict()["state"]
 
 
-def test_variants_that_torch_has_and_we_have_not_are_refused(tmp_path: Path) -> None:
+def test_unsupported_torch_optimizer_variants_are_refused(tmp_path: Path) -> None:
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
         optimizer = megatrain.TieredAdamW(module.parameters(), store=store)
@@ -341,7 +341,7 @@ with small_store(folder / "store") as store:
 """
 
 
-def test_killed_between_or_in_the_middle_of_commits(tmp_path: Path) -> None:
+def test_training_resumes_after_a_kill_during_or_between_commits(tmp_path: Path) -> None:
     """After a kill, the newest saved file names a complete generation, and training continues from it bit for bit."""
     code = _CHILD.format(tests=str(Path(__file__).parent), root=str(ROOT / "tests"), folder=str(tmp_path))
     child = warm.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -364,7 +364,7 @@ def test_killed_between_or_in_the_middle_of_commits(tmp_path: Path) -> None:
         assert steps(module, optimizer, 0, saved + 2)[saved:] == losses
 
 
-def test_weights_of_both_ways_of_loading_are_alike(tmp_path: Path) -> None:
+def test_weights_loaded_by_load_state_dict_match_saved_weights(tmp_path: Path) -> None:
     file = tmp_path / "optimizer.pt"
     weights, _ = saved_run(tmp_path / "one", file)
     plain, _ = pair_of(make)

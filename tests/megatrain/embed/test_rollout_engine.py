@@ -88,7 +88,7 @@ def train(
 
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_engine_has_the_weights_of_each_step(lora: bool, tmp_path: Path) -> None:
+def test_engine_receives_the_weights_of_each_step(lora: bool, tmp_path: Path) -> None:
     told, weights, engine = train(tmp_path / "offloaded", offloaded=True, lora=lora)
     wanted, others, plain_engine = train(tmp_path / "plain", offloaded=False, lora=lora)
     for ours, theirs in zip(told[:NUM_STEPS], wanted[:NUM_STEPS], strict=True):
@@ -105,7 +105,7 @@ def test_the_engine_has_the_weights_of_each_step(lora: bool, tmp_path: Path) -> 
     assert engine.calls == plain_engine.calls
 
 
-def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
+def test_gpu_tier_is_released_while_a_colocated_engine_generates() -> None:
     class Generation:  # the part of TRL's class that is used; the class itself needs vLLM in this mode
         mode, accelerator, _weight_metadata = "colocate", SimpleNamespace(device=torch.device("cpu")), None
 

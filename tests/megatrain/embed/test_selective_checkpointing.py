@@ -49,7 +49,7 @@ def _recompute(model: nn.Module, *, keeps_products: bool) -> None:
 
 @pytest.mark.parametrize("moves_activations", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_products_that_are_kept_are_not_computed_again(family: str, moves_activations: bool, tmp_path: Path) -> None:
+def test_saved_products_are_not_recomputed(family: str, moves_activations: bool, tmp_path: Path) -> None:
     def make() -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
         return model.train()

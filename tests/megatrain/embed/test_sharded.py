@@ -51,7 +51,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(torch.equal(numbers, other[name]) for name, numbers in one.items())
 
 
-def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) -> None:
+def test_results_are_bit_identical_for_any_tier_and_after_resume(ranks: list[dict[str, Any]]) -> None:
     for case, found in ((case, rank[case]) for case in CASES for rank in ranks):
         kinds = ["ram", "nvme", *CASES[case][3]]
         if case == "int8":
@@ -66,7 +66,7 @@ def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) 
         assert found["nvme"]["home_bytes"]["nvme"] >= found["ram"]["home_bytes"]["ram"] > 0
 
 
-def test_8_bit_moments_from_tensors_are_encoded_again(ranks: list[dict[str, Any]]) -> None:
+def test_8_bit_moments_loaded_from_tensors_are_reencoded(ranks: list[dict[str, Any]]) -> None:
     for found in (rank["int8"] for rank in ranks):
         for name, numbers in found["ram"]["weights"].items():
             torch.testing.assert_close(found["tensors"]["weights"][name], numbers, rtol=2**-6, atol=2**-8)
@@ -127,7 +127,7 @@ def test_one_process_resumes_from_two_ranks(folder: Path, ranks: list[dict[str, 
         assert same(dict(module.state_dict()), ranks[0][case]["ram"]["weights"]), case
 
 
-def test_a_generation_is_not_taken_for_tensors() -> None:
+def test_torch_distributed_checkpoint_of_a_generation_is_refused() -> None:
     """Otherwise torch.distributed.checkpoint would run a step with zero gradients, and save no state."""
     module = nn.Linear(4, 4)
     with megatrain.open_store(ram="4MiB") as store:

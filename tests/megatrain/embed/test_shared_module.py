@@ -47,7 +47,7 @@ def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) ->
     assert lanes == expected["losses"].keys() and len(lanes) == STEPS * LANES
 
 
-def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_results_are_bit_identical_for_any_number_of_ranks(tmp_path: Path) -> None:
     cases = ["fp32", "bf16", "gpu"]
     (alone,), ranks = (run_ranks(world, tmp_path / str(world), cases) for world in (1, 2))
     for case in cases:
@@ -56,7 +56,7 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     changed = alone["fp32"]["changed"]
     assert torch.equal(changed["layers.0.0.weight"], 2 * weights["layers.0.0.weight"])
     assert torch.equal(changed["embed.weight"], weights["embed.weight"] + 1)
-    check_beside_torch(alone["fp32"])
+    check_against_torch(alone["fp32"])
     for found in (alone, *ranks):
         assert re.match(r"CapacityError: tier 'gpu' is too small", found["gpu"]["room"])
         assert list(found["gpu"]["losses"].values()) == pytest.approx(list(found["fp32"]["losses"].values()), rel=1e-4)
@@ -71,7 +71,7 @@ def test_four_ranks(tmp_path: Path) -> None:
             check_same(alone, ranks, case)
 
 
-def check_beside_torch(alone: dict[str, Any]) -> None:
+def check_against_torch(alone: dict[str, Any]) -> None:
     """Compare with a plain torch loop that trains on the mean of the lanes' losses."""
     module = make(torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)

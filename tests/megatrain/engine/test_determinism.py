@@ -152,7 +152,7 @@ def test_too_late_cublas_setting_is_reported() -> None:
 
 
 @pytest.mark.usefixtures("in_use")
-def test_a_setting_that_was_made_after_the_first_product_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_setting_made_after_the_first_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (
         pytest.raises(DeterminismError, match=r"set after the first matrix product .* Start again with CUBLAS"),
@@ -162,7 +162,7 @@ def test_a_setting_that_was_made_after_the_first_product_is_seen_through(monkeyp
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_setting_that_does_not_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_cublas_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(DeterminismError, match=r"is ':0:0' .* set it to :4096:8"):
         deterministic_kernels(CUDA, "Model").__enter__()

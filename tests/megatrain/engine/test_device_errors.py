@@ -11,7 +11,7 @@ from tiered import TransferError
 COPY_FAILED = TransferError("copy of 8 bytes failed", tier="gpu->ram")
 
 
-def test_ram_that_torch_does_not_get_is_named_with_its_bytes() -> None:
+def test_failed_ram_allocation_error_names_its_bytes() -> None:
     said = "out of RAM: can't allocate memory: you tried to allocate 36028797018963968 bytes"
     with pytest.raises(DeviceError, match=said), explain_device_errors():
         torch.empty(1 << 55, dtype=torch.uint8)
@@ -25,7 +25,7 @@ def test_failed_copy_raises_the_causing_device_error() -> None:
 
 
 @pytest.mark.parametrize("error", [TransferError("copy failed", tier="gpu"), RuntimeError("shapes"), ValueError("1")])
-def test_other_errors_pass(error: Exception) -> None:
+def test_unrelated_errors_are_reraised_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explain_device_errors():
         raise error
     assert caught.value is error

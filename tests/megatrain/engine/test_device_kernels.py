@@ -111,12 +111,12 @@ def index_add(dtype: torch.dtype, ignored: int | None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ignored", [None, 30])
-def test_rows_added_on_the_host_have_the_bits_of_one_index_add(dtype: torch.dtype, ignored: int | None) -> None:
+def test_rows_added_on_the_host_match_one_index_add_bitwise(dtype: torch.dtype, ignored: int | None) -> None:
     for borders in BORDERS:
         assert torch.equal(sum_of(borders, dtype, ignored, torch.long), index_add(dtype, ignored)), borders
 
 
-class AddedRows(TorchDispatchMode):
+class AddedRowCounter(TorchDispatchMode):
     """Mode that counts the rows passed to `index_add_`."""
 
     num_rows = 0
@@ -127,10 +127,10 @@ class AddedRows(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_row_is_added_to_its_own_part_alone() -> None:
+def test_each_row_is_added_to_only_one_part() -> None:
     sink, _ = matrix_in_parts(BORDERS[1])
     indexes = torch.arange(WORDS).flip(0)
-    with AddedRows() as added:
+    with AddedRowCounter() as added:
         sink.add_rows("w", indexes, random(WORDS, WIDTH), 4)
     assert added.num_rows == WORDS - 1
 
@@ -243,7 +243,7 @@ def in_parts(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("smoothing", "z_loss", "is_weighed", "is_masked"), LOSSES)
-def test_interpreted_kernels_make_loss_and_gradient(
+def test_interpreted_kernels_compute_loss_and_gradient(
     interpreter: None,
     dtype: torch.dtype,
     smoothing: float,
@@ -263,7 +263,7 @@ def test_interpreted_kernels_make_loss_and_gradient(
     torch.testing.assert_close(gradient.double(), expected, rtol=rounding, atol=1e-7)
 
 
-def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
+def test_row_gradient_does_not_depend_on_other_rows(interpreter: None) -> None:
     logits, labels = logits_of(torch.float32, is_masked=False)
     _, together = in_parts(logits, labels, 0.0, 0.0, None)
     one_by_one = [in_parts(logits[[row]], labels[[row]], 0.0, 0.0, None)[1] for row in range(ROWS)]
@@ -271,7 +271,7 @@ def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_at_any_address_have_the_bits_of_aligned_ones(
+def test_unaligned_rows_match_aligned_rows_bitwise(
     interpreter: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row has 48 entries, a multiple of 16 bytes. Unaligned rows, and reads of single entries, give the same bits."""
@@ -339,7 +339,7 @@ def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dic
 
 
 @pytest.mark.parametrize("bits", ["*i32", "*i64"])
-def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
+def test_compiled_group_rows_uses_no_local_memory(kernels: ModuleType, bits: str) -> None:
     blocks = {"block_rows": device_kernels._BLOCK_ROWS, "block_compared": device_kernels._BLOCK_COMPARED}
     ptx = ptx_of(kernels, "group_rows", {"indexes": bits, "groups": "*i32"}, blocks)
     assert not re.search(r"\bld\.local|\bst\.local", ptx)
@@ -367,7 +367,7 @@ def test_addresses_of_added_rows_have_64_bits(kernels: ModuleType) -> None:
 UNITS = {"fp32": 4, "bf16": 8, "fp16": 8}
 
 
-def of_columns(ptx: str, bits: int) -> set[str]:
+def column_instructions(ptx: str, bits: int) -> set[str]:
     """Return the instructions that load or store columns, either 16 bytes or one element at a time."""
     return set(re.findall(rf"(?:ld|st)\.global\.(?:v4\.b32|b{bits})\b", ptx))
 
@@ -378,7 +378,9 @@ def test_a_look_up_is_compiled(kernels: ModuleType, unit: int) -> None:
     constants = {"block_columns": device_kernels._BLOCK_COLUMNS, "unit": unit}
     ptx = ptx_of(kernels, "copy_rows", types, constants)
     assert "cvt.rn.bf16" in ptx or "cvt.rn.bf16x2" in ptx
-    assert of_columns(ptx, 16) == ({"st.global.b16"} if unit == 1 else {"ld.global.v4.b32", "st.global.v4.b32"})
+    assert column_instructions(ptx, 16) == (
+        {"st.global.b16"} if unit == 1 else {"ld.global.v4.b32", "st.global.v4.b32"}
+    )
 
 
 @pytest.mark.parametrize("dtype", UNITS)
@@ -405,13 +407,13 @@ def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_we
     constants |= {} if is_weighed else {"weights": None}
     ptx = ptx_of(kernels, "logits_gradient", types, constants)
     if has_vectors:
-        assert of_columns(ptx, 16) == {"ld.global.v4.b32", "st.global.v4.b32"}
+        assert column_instructions(ptx, 16) == {"ld.global.v4.b32", "st.global.v4.b32"}
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
     assert is_weighed or "div.rn.f32" in ptx  # `/` would be an approximation
     assert dtype == "fp32" or f"cvt.rn.{dtype.replace('fp', 'f')}" in ptx  # round to nearest
 
 
-def test_no_address_and_no_size_is_compiled_into_the_code(kernels: ModuleType) -> None:
+def test_kernels_are_not_specialized_on_addresses_or_sizes(kernels: ModuleType) -> None:
     """Otherwise a different placement could run different code, with a different order of additions."""
     floats = {"divisor", "z_factor", "share", "label_weight"}  # floats are never specialized
     kernels_by_name = {name: each for name, each in vars(kernels).items() if hasattr(each, "params") and name[0] != "_"}

@@ -25,7 +25,7 @@ class EighthBytes:
         return 12
 
 
-def test_one_more_encoding_is_one_class() -> None:
+def test_custom_encoding_needs_only_one_class() -> None:
     encoding: Encoding = EighthBytes(4, torch.bfloat16)
     weights = torch.empty(4, dtype=encoding.dtype)
     encoding.decode(torch.tensor([8, -4, 0, 1], dtype=torch.int8).view(torch.uint8), weights)
@@ -39,7 +39,7 @@ def test_averages_are_rounded() -> None:
     assert weights.tolist() == [1.0, 1.0]
 
 
-def test_decoding_scratch_is_that_for_the_largest_encoding() -> None:
+def test_decoding_scratch_fits_the_largest_encoding() -> None:
     device = torch.device("cpu")
     averaged, eighths = AveragedWeight(("layers/ema",), 8, torch.bfloat16), EighthBytes(4, torch.bfloat16)
     assert decoding_bytes((), device) == 0

@@ -32,7 +32,7 @@ def program_of(order: Any, *, defer_updates: bool = True, family: str = "llama")
 
 @pytest.mark.parametrize("defer_updates", [True, False])
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
-def test_a_pass_is_the_forward_and_the_head_on_weights_alone(order: Any, defer_updates: bool) -> None:
+def test_evaluation_pass_uses_only_weights_in_forward_and_head(order: Any, defer_updates: bool) -> None:
     program = evaluation_program(program_of(order, defer_updates=defer_updates))
     assert [(tick.phase, tick.visit) for tick in program.ticks] == [*(("forward", n) for n in range(5)), ("head", 5)]
     for tick in program.ticks:

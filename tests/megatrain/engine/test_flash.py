@@ -54,7 +54,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert torch_attention.current_flash_attention_impl() is None
 
 
-def test_kernels_are_active_in_the_context_alone(stand_in: list[str]) -> None:
+def test_kernels_are_active_only_inside_the_context(stand_in: list[str]) -> None:
     with flash_kernels("FA2"):
         assert torch_attention.current_flash_attention_impl() is None
     with flash_kernels("FA3"):
@@ -75,7 +75,7 @@ def test_a_missing_package_or_function_of_torch_is_named(monkeypatch: pytest.Mon
         flash_kernels("FA3").__enter__()
 
 
-def test_backwards_with_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_backwards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the same check runs before a deterministic run starts."""
     monkeypatch.setattr(flash, "_TEST_SHAPE", (4, 32, 64))
     check_determinism("FA3", CPU)
@@ -154,7 +154,7 @@ def test_the_plan_covers_the_workspace(
     assert passed is not None and passed.workspace_nbytes(CUDA, is_deterministic=True, flash=kernels) == 0
 
 
-def test_the_512k_row_of_a_7b_model_takes_less_than_fa2() -> None:
+def test_fa3_workspace_of_a_512k_row_is_smaller_than_fa2() -> None:
     """FA3 needs 28 x 524,288 x 128 numbers for queries, and 2 x 4 x 524,288 x 128 for keys and values.
     This is 9.7 GB; FA2 needs 45 GB.
     """
@@ -175,7 +175,7 @@ def test_rows_of_several_lengths(kernels: Any) -> None:
     assert 4 * exact <= found <= 1.3 * 4 * exact
 
 
-def test_a_free_order_of_sums_may_split_keys() -> None:
+def test_nondeterministic_plan_counts_split_key_workspace() -> None:
     """Four heads of one row do not fill a GPU, so FA3 may split the keys. The plan counts the partial results."""
     query = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta")
     call = AttentionCall.from_operator(
@@ -217,7 +217,7 @@ def test_no_kernels_on_the_cpu(tmp_path: Path) -> None:
 # -- the record --------------------------------------------------------------------------------------------------------
 
 
-def test_a_config_without_the_key_had_torchs_kernels(tmp_path: Path) -> None:
+def test_config_without_flash_attention_resumes_with_fa2(tmp_path: Path) -> None:
     written = to_toml(config_from_toml(config_text(tmp_path, tmp_path, nvme=0)))
     now = config_from_toml(written.replace('flash_attention = "FA2"', 'flash_attention = "auto"'))
     line = 'flash_attention = "FA2"\n'

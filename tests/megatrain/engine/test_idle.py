@@ -20,7 +20,7 @@ NUM_EXPERTS = 4
 FIRST_VISIT = 7
 
 
-class NotingAccess(MemoryAccess):
+class IdleRecordingAccess(MemoryAccess):
     """Access that records the announcements of idle visits."""
 
     told: list[tuple[list[int], set[int]]]
@@ -30,12 +30,12 @@ class NotingAccess(MemoryAccess):
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingAccess, list[BoundUnit]]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[IdleRecordingAccess, list[BoundUnit]]:
     """Return an access to the weights, and the experts of one layer as separate units."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     config = tiny_config("qwen3_moe", num_experts=NUM_EXPERTS, num_experts_per_tok=1)
     graph = build_graph(config, split_experts=True)
-    access = NotingAccess(graph, split_like(graph, dict(build_model(config).named_parameters())), torch.float32)
+    access = IdleRecordingAccess(graph, split_like(graph, dict(build_model(config).named_parameters())), torch.float32)
     access.told = []
     units = [unit for unit in graph.units if unit.part is not None][:NUM_EXPERTS]
     return access, [BoundUnit(unit, torch.device("cpu")) for unit in units]
@@ -46,7 +46,7 @@ def routed_to(chosen: list[int]) -> UnitCall:
     return UnitCall(0, (torch.zeros(len(chosen), 1), torch.tensor(chosen)[:, None], None), {}, None)
 
 
-def test_the_first_part_announces_all_idle_parts(parts: tuple[NotingAccess, list[BoundUnit]]) -> None:
+def test_the_first_part_announces_all_idle_parts(parts: tuple[IdleRecordingAccess, list[BoundUnit]]) -> None:
     access, bounds = parts
     calls = [routed_to([1, 1]), routed_to([3])]
     for number, bound in enumerate(bounds):
@@ -56,7 +56,7 @@ def test_the_first_part_announces_all_idle_parts(parts: tuple[NotingAccess, list
     assert access.told == [([7, 8, 9, 10], {7, 9})]
 
 
-def test_an_idle_unit_has_zeros_and_leases_nothing(parts: tuple[NotingAccess, list[BoundUnit]]) -> None:
+def test_idle_unit_uses_zero_weights_and_leases_nothing(parts: tuple[IdleRecordingAccess, list[BoundUnit]]) -> None:
     access, bounds = parts
     idle, busy = (RoutedWeights(bound, FIRST_VISIT, access) for bound in bounds[:2])
     idle.record_calls([routed_to([1])])
@@ -68,7 +68,7 @@ def test_an_idle_unit_has_zeros_and_leases_nothing(parts: tuple[NotingAccess, li
     assert access.skipped == [bounds[0].unit.name]
 
 
-def test_without_calls_nothing_is_known(parts: tuple[NotingAccess, list[BoundUnit]]) -> None:
+def test_unit_without_calls_is_not_announced_idle(parts: tuple[IdleRecordingAccess, list[BoundUnit]]) -> None:
     access, bounds = parts
     weights = RoutedWeights(bounds[0], FIRST_VISIT, access)
     weights.record_calls([])

@@ -92,7 +92,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("results", [False, True])
-def test_the_second_run_has_the_bits_of_the_first(results: bool) -> None:
+def test_second_run_is_bit_identical_to_the_first(results: bool) -> None:
     layer = Layer(results=results)
     first, kept = layer.first_run()
     torch.manual_seed(99)  # the random stream advances in between
@@ -106,7 +106,7 @@ def test_the_second_run_has_the_bits_of_the_first(results: bool) -> None:
     layer.access.finish()  # raises if a block is left
 
 
-def test_inputs_without_a_gradient_are_leased_all_the_same() -> None:
+def test_inputs_without_a_gradient_are_still_leased() -> None:
     layer = Layer(results=True)
     _, kept = layer.first_run()
     layer.access.begin("backward", VISIT)

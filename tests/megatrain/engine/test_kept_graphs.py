@@ -81,7 +81,7 @@ def compare(config: Any, kept: Any = ALL, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_kept_and_recomputed_are_the_same_bits(family: str) -> None:
+def test_kept_and_recomputed_results_are_bit_identical(family: str) -> None:
     changes = DROPOUT if family in ("gpt2", "opt") else {}
     compare(tiny_config(family, tied=False, **changes))
 
@@ -99,7 +99,7 @@ def test_some_visits_are_kept(family: str, kept: set[int]) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_outputs_that_recorders_collect(family: str) -> None:
+def test_recorded_router_outputs_match(family: str) -> None:
     compare(tiny_config(family, output_router_logits=True, router_aux_loss_coef=0.3))
 
 
@@ -239,7 +239,7 @@ def num_graphs() -> int:
     return sum(issubclass(type(item), KeptGraph) for item in gc.get_objects())
 
 
-def test_a_step_that_fails_leaves_no_graph_and_the_next_one_is_right() -> None:
+def test_failed_step_leaves_no_graph_and_the_next_is_correct() -> None:
     config = tiny_config("llama")
     expected = Side(config).step()
     side = Side(config, kept=ALL)
@@ -267,7 +267,7 @@ def test_an_evaluation_keeps_nothing() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-class RealLedger(CountingMode):
+class RealStorageCounter(CountingMode):
     """Mode that only counts the bytes of real storages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -281,7 +281,7 @@ class RealLedger(CountingMode):
 class CountedAccess(MemoryAccess):
     """Access that records the live memory at the start of the head, not counting the blocks of the access."""
 
-    ledger: RealLedger
+    ledger: RealStorageCounter
     live_at_head = 0
 
     def begin(self, phase: str, visit: int) -> None:
@@ -290,9 +290,9 @@ class CountedAccess(MemoryAccess):
             gc.collect()
             self.live_at_head = self.ledger.live_nbytes
 
-    def watched(self) -> RealLedger:
+    def watched(self) -> RealStorageCounter:
         """Return a new ledger that counts allocations from now on."""
-        self.ledger = RealLedger()
+        self.ledger = RealStorageCounter()
         with self.ledger.pause():
             for weight in self._weights.values():
                 self.ledger._count_storage(weight)
@@ -311,7 +311,7 @@ class CountedAccess(MemoryAccess):
 
 
 class _PausedSink:
-    def __init__(self, sink: Any, ledger: RealLedger) -> None:
+    def __init__(self, sink: Any, ledger: RealStorageCounter) -> None:
         self._sink, self._ledger = sink, ledger
 
     def __getattr__(self, name: str) -> Any:
@@ -387,7 +387,7 @@ def test_the_program_of_kept_visits_has_no_activations(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
-def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
+def test_saved_attention_adds_result_blocks_to_the_program(order: str) -> None:
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     program = program_of(graph, trace, order)
@@ -442,7 +442,7 @@ def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers:
     assert num_updates == sum(layout.trainable for layout in graph.layouts.values())
 
 
-def sines_dropped(module: Any, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+def compute_unused_sines(module: Any, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
     sums = [args[0] + number for number in range(8)]
     for each in sums:
         each.sin()
@@ -453,7 +453,7 @@ def test_result_in_reused_memory_is_not_part_of_the_graph() -> None:
     config = tiny_config("llama")
     plain, dropping = build_graph(config), build_graph(config)
     for layer in dropping.model.model.layers:
-        layer.mlp.register_forward_hook(sines_dropped)
+        layer.mlp.register_forward_hook(compute_unused_sines)
     (one, other) = (trace_visits(graph, 2, 16, torch.float32) for graph in (plain, dropping))
     assert [visit.memory.graph_nbytes for visit in one.visits] == [visit.memory.graph_nbytes for visit in other.visits]
     assert [visit.unneeded_products.weights for visit in one.visits] == [

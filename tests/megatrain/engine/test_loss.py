@@ -159,7 +159,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_one_more_loss_is_one_file(name: str) -> None:
+def test_custom_loss_needs_only_one_file(name: str) -> None:
     loss, of_rows = LOSSES[name]
     expected, gradients = expected_step(of_rows)
     found, figures, own = step(loss)

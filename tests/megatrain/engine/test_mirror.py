@@ -90,7 +90,7 @@ def test_uncertain_values_are_read_from_the_device(name: str) -> None:
     assert mirror.num_answers == 0 and waits["_local_scalar_dense"] == 1
 
 
-def test_an_input_that_was_changed_is_not_mirrored_any_more() -> None:
+def test_changed_input_is_no_longer_mirrored() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
     mirror.register(positions, POSITIONS)
     positions.add_(1)
@@ -99,7 +99,7 @@ def test_an_input_that_was_changed_is_not_mirrored_any_more() -> None:
     assert mirror.num_answers == 0
 
 
-def test_a_list_goes_to_the_device_once() -> None:
+def test_index_list_is_copied_to_the_device_once() -> None:
     mirror, positions = HostMirror(), POSITIONS.clone()
     indices = []
     for _ in range(2):  # two passes

@@ -67,7 +67,7 @@ def ids_of(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randint(0, ROWS[-1].stop, shape, generator=generator) for shape in shapes]
 
 
-def test_each_part_comes_once_for_all_micro_batches() -> None:
+def test_each_part_is_leased_once_for_all_micro_batches() -> None:
     embedding, ids = Embedding(), ids_of((2, 8), (1, 5), (3, 4))
     found = embedding.run(ids)
     assert embedding.parts.lease == [0, 1, 2]
@@ -96,7 +96,7 @@ def test_after_a_visit_no_weight_passes() -> None:
     assert embedding.bound.look_up([UnitCall(0, (torch.tensor([[1]]),), {}, None)]) == []
 
 
-def test_unused_parts_are_leased_all_the_same() -> None:
+def test_unused_parts_are_still_leased() -> None:
     passing, held = Parts(torch.zeros(VOCAB, 4)), Parts(torch.zeros(VOCAB, 4), passes=False)
     lease_passing_parts({"passing": passing, "held": held, "whole": torch.zeros(2, 2)})
     assert passing.lease == [0, 1, 2] and held.lease == []

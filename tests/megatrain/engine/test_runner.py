@@ -137,7 +137,7 @@ def test_loss_is_the_mean_over_the_given_token_count() -> None:
         assert torch.equal(gradient, gradients[name] / 2), name
 
 
-def test_a_buffer_that_layers_share_is_brought_to_the_device_once() -> None:
+def test_shared_buffer_is_copied_to_the_device_once() -> None:
     graph = build_graph(tiny_config("llama"))
     first, *others = [unit.module for unit in graph.units if unit.is_layer]
     table = torch.arange(4.0)
@@ -148,7 +148,7 @@ def test_a_buffer_that_layers_share_is_brought_to_the_device_once() -> None:
     assert first.table.is_meta and others and all(module.table is first.table for module in others)
 
 
-def test_another_trace_is_noticed() -> None:
+def test_mismatched_trace_is_refused() -> None:
     shorter = trace_visits(build_graph(tiny_config("llama", num_hidden_layers=2)), 1, 8, torch.float32)
     _, _, runner = make(trace=shorter)
     with pytest.raises(VisitOrderError, match="planned"):
@@ -213,7 +213,7 @@ def test_weights_used_outside_of_their_module_are_refused(monkeypatch: pytest.Mo
         runner.forward_backward(padded_batches())
 
 
-def test_shift_and_seeds() -> None:
+def test_labels_are_shifted_and_micro_batch_seeds_are_distinct() -> None:
     assert shifted_labels(torch.tensor([[1, 2, -100, 3]])).tolist() == [[2, -100, 3, -100]]
     seeds = {micro_batch_seed(seed, number) for seed in range(20) for number in range(20)}
     assert len(seeds) == 400 and all(0 <= seed < 2**63 for seed in seeds)
@@ -349,7 +349,7 @@ def test_randomly_skipped_layers_are_planned(rate: float) -> None:
     assert {unit.index for unit in graph.units if unit.is_layer} <= planned
 
 
-def test_a_forward_that_draws_a_number_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_that_draws_a_random_number_is_traced_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = build_graph(tiny_config("opt", layerdrop=0.0))
     forward, drawn = graph.model.model.decoder.forward, []
 

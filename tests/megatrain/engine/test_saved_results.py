@@ -88,7 +88,7 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("with_products", [False, True])
-def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str) -> None:
+def test_saved_and_recomputed_results_are_bit_identical(with_products: bool, family: str) -> None:
     again, side = compare(tiny_config(family, tied=False), padded_batches(), with_products=with_products)
     assert 2 * side.num_forwards == again.num_forwards, "none is recomputed"
     # A backward has twice the products of a forward. Without recomputed products, about three of four are left.
@@ -137,7 +137,7 @@ def test_recompute_repeats_dropout_masks() -> None:
     assert again.num_forwards == 2 * side.num_forwards
 
 
-def test_the_trace_says_how_much_room_the_results_take() -> None:
+def test_trace_reports_the_bytes_of_saved_results() -> None:
     """If the space is too small, because rows have several documents, only the results that fit are saved."""
     config, batches = tiny_config("llama", tied=False), whole_rows(length=48)
     trace = trace_visits(build_graph(config), 2, 48, torch.float32, padded=False)
@@ -165,7 +165,7 @@ def test_a_unit_that_checkpoints_itself() -> None:
     compare(config, change=checkpointing, with_products=True)
 
 
-def test_a_call_that_differs_is_computed() -> None:
+def test_call_with_other_arguments_is_not_replayed() -> None:
     """A saved result answers only a call with the same shapes and arguments."""
     query, key = (torch.randn(1, 2, length, 8) for length in (6, 6))
     results, room = SavedResults(), torch.zeros(4096, dtype=torch.uint8)

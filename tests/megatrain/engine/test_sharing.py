@@ -43,7 +43,7 @@ lives = st.lists(
 
 
 @given(lives)
-def test_every_gradient_is_alone_in_its_block_while_it_lives(given: Lives) -> None:
+def test_live_gradients_never_share_a_block(given: Lives) -> None:
     before = program_of(given)
     after = share_gradients(before)
     where: dict[str, set[str]] = {}
@@ -75,7 +75,7 @@ def test_blocks_alive_in_the_next_step_are_not_shared() -> None:
     assert share_gradients(held) == held
 
 
-def test_sizes_of_many_layers_need_few_blocks() -> None:
+def test_many_layer_sizes_share_few_blocks() -> None:
     """Even if all layers have different sizes, as from an architecture search, a few blocks are enough."""
     chance = random.Random(7)
     sizes = [1024 * chance.randint(64, 128) for _ in range(40)]

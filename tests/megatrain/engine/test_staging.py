@@ -57,7 +57,7 @@ def test_tensors_of_any_size_are_staged(staging: Staging) -> None:
         assert torch.equal(placed[name], tensor) and placed[name].shape == tensor.shape
 
 
-def test_the_slab_is_written_again_only_after_the_copies_have_left_it(staging: Staging) -> None:
+def test_slab_is_reused_only_after_its_copies_finish(staging: Staging) -> None:
     for number in range(3):
         staging.upload({0: torch.full((10,), number)})
     assert Event.log == ["made", "recorded", *["awaited", "made", "recorded"] * 2]

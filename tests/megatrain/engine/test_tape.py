@@ -46,7 +46,7 @@ def test_blocks_without_stays_are_fetched_and_written_back_per_use() -> None:
     assert not tape.pinned
 
 
-def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -> None:
+def test_staying_copy_is_fetched_once_and_returns_home_after_last_use() -> None:
     stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (FORWARD, "a"): BACKWARD, (BACKWARD, "g"): UPDATE}
     first = compile_step(PROGRAM, HOMES, stays, updates=False)
     # A first step only reads w, so w is not written back. A saved block that stays until its next use never leaves.
@@ -130,7 +130,7 @@ def test_copy_pinned_away_from_its_next_use_is_an_error() -> None:
         follow("k", [BlockUse(0, "r", "ram", False, False)], "nvme", PinnedCopy("gpu", is_newer=False))
 
 
-def test_discards_between_blocks_at_home_are_one_call_in_the_order_of_the_tape() -> None:
+def test_discards_are_batched_in_tape_order() -> None:
     store, releases = (
         mock.Mock(**{"tiers_between.return_value": ()}),
         ["HOME", "DISCARD", "HOME", "DISCARD", "EVICT", "HOME", "DISCARD"],

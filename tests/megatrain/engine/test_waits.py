@@ -31,7 +31,7 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 
 
 @pytest.fixture
-def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulate_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the engine act on the CPU as on a GPU: norms stay tensors, and host copies answer value reads."""
     for module in (inputs, weight_gradients):
         monkeypatch.setattr(module, "has_sync_reads", lambda device: True)
@@ -56,7 +56,7 @@ def runner_of(config: Any) -> StepRunner:
 
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "olmo2", "phi3", "smollm3"])
-def test_queueing_a_step_reads_no_device_values(family: str, batches: str, as_on_a_device: None) -> None:
+def test_queueing_a_step_reads_no_device_values(family: str, batches: str, emulate_device: None) -> None:
     runner, micro_batches = runner_of(tiny_config(family)), BATCHES[batches]()
     with counted_waits() as waits:
         queued = runner.queue(micro_batches)
@@ -86,7 +86,7 @@ def test_host_answers_are_bit_identical(batches: str, monkeypatch: pytest.Monkey
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
+def test_waits_inside_expert_routers_are_allowed(emulate_device: None) -> None:
     """A layer that reads its router's choice waits within the layer. The engine cannot answer this read."""
     runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
     with counted_waits() as waits:
@@ -97,7 +97,7 @@ def test_waits_inside_expert_routers_are_allowed(as_on_a_device: None) -> None:
 @pytest.mark.parametrize("packing", ["false", "true"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_a_whole_step_reads_once_at_its_end(
-    max_grad_norm: float, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_a_device: None
+    max_grad_norm: float, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emulate_device: None
 ) -> None:
     """A step with a real store and the previous step's updates reads loss and norm once, together, at its end."""
     model = write_tiny_model(tmp_path / "model")

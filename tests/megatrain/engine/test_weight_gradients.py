@@ -36,7 +36,7 @@ def test_first_product_overwrites_and_later_ones_accumulate() -> None:
     torch.testing.assert_close(target, sum(left @ right for left, right in products))
 
 
-def test_products_of_ranges_of_rows_make_the_whole() -> None:
+def test_products_of_row_ranges_sum_to_the_whole() -> None:
     sink, target = accumulator((M, N))
     left, right = random(M, K), random(K, N)
     for _ in range(2):
@@ -45,7 +45,7 @@ def test_products_of_ranges_of_rows_make_the_whole() -> None:
     torch.testing.assert_close(target, 2 * left @ right)
 
 
-def test_a_product_of_rows_of_one_block_looks_at_that_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_within_one_block_touches_only_that_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's weight has one block per part of the vocabulary, and each part has its own products."""
     left, right = random(2, K), random(K, N)
     blocks = [torch.zeros(2 * N) for _ in range(3)]
@@ -60,7 +60,7 @@ def test_a_product_of_rows_of_one_block_looks_at_that_block_alone(monkeypatch: p
     assert not blocks[0].any() and not blocks[2].any()
 
 
-def test_products_of_half_precision_are_summed_in_fp32_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_products_are_summed_in_fp32_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = random(M, K, dtype=torch.bfloat16), random(K, N, dtype=torch.bfloat16)
     whole, target = accumulator((M, N))
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_products_of_half_precision_are_summed_in_fp32_by_ranges(monkeypatch: py
     assert torch.equal(target, (left @ right).float() * 3)
 
 
-def test_a_device_sums_products_of_half_precision_in_its_gemm() -> None:
+def test_device_gemm_accumulates_half_precision_in_fp32() -> None:
     left, right = random(M, 64, dtype=torch.bfloat16), random(64, N, dtype=torch.bfloat16)
     with virtual_gpu():
         sink, target = accumulator((M, N), "cuda")
@@ -101,7 +101,7 @@ def test_embedding_gradients_accumulate_at_token_rows(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("borders", [(), (6,), (12, 24), (4, 17, 30, 41), (1, 2, 3)])
-def test_a_matrix_in_several_blocks_has_the_gradient_of_the_whole(borders: tuple[int, ...]) -> None:
+def test_matrix_split_over_blocks_has_the_whole_gradient(borders: tuple[int, ...]) -> None:
     """Blocks end between rows or within rows. In one case, several blocks end within the same row."""
     layout = build_layout("unit", [("w", torch.Size((M, N)))], True)
     ends = [0, *borders, layout.num_elements]

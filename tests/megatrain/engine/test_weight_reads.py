@@ -63,7 +63,7 @@ def test_loss_and_gradients_equal_hugging_face(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("name", ["a row", "rows of tokens", "two of them"])
-def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_weight_reads_on_a_device_with_mirrored_inputs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The model waits for the rows within an operation that the host mirror of the inputs handles."""
     looking(monkeypatch, LOOKS[name])
     config = tiny_config("llama")

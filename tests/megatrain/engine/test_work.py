@@ -24,7 +24,7 @@ def total(*steps: Step) -> Step:
     return sum(numbers for numbers, _ in steps), sum(launches for _, launches in steps)
 
 
-def test_a_layer_of_llama_by_hand() -> None:
+def test_llama_layer_work_matches_a_hand_count() -> None:
     """Count forward and backward of x + A(norm(x)) and then of x + M(norm(x)), operator by operator."""
     config = tiny_config("llama", tied=False, num_key_value_heads=2)
     graph = build_graph(config, attn_implementation="sdpa")

@@ -91,7 +91,7 @@ def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.Monke
     assert more_own - own == pytest.approx(more_held - held, rel=0.02)
 
 
-def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
+def test_kept_graphs_are_counted_until_their_backward() -> None:
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     plain = ProgramBuilder(
@@ -104,7 +104,7 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
     assert peak_bytes(visits) < peak_bytes([*visits, *waiting]) <= peak_bytes(visits) + peak_bytes(waiting)
 
 
-def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
+def test_each_tick_counts_the_transient_bytes_of_its_visit() -> None:
     """A visit that keeps its graphs counts as the largest, because its tick makes the graphs of all micro-batches."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)

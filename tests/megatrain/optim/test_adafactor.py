@@ -115,7 +115,7 @@ def test_bits_equal_the_reference_for_any_shape_and_thread_count(
 
 
 @pytest.mark.parametrize("shape", [(2100, 600), (3, 800, 1400), (1_100_000,), (1, 1_100_000), (70, 20_000)])
-def test_parameters_longer_than_one_range_keep_their_bits(shape: tuple[int, ...]) -> None:
+def test_parameters_longer_than_one_range_match_the_reference(shape: tuple[int, ...]) -> None:
     check_against_reference(
         {"model.large.weight": shape},
         seed=1,
@@ -184,7 +184,7 @@ def test_padding_and_unsegmented_parameters_are_unchanged() -> None:
     assert touched.min() == segment.state_starts["v"] and len(touched) == 33 + 129
 
 
-def test_a_zero_gradient_moves_nothing() -> None:
+def test_zero_gradient_changes_no_weights() -> None:
     layout = layout_of({"model.up.weight": (8, 8), "model.norm.weight": (8,)})
     optimizer = Adafactor()
     kinds = optimizer.state_kinds(False)

@@ -19,7 +19,7 @@ PARAMETERS = [
 ]
 
 
-def test_only_matrices_that_no_glob_names_decay() -> None:
+def test_only_matrices_not_excluded_by_globs_decay() -> None:
     segments = build_segments(build_layout("layer", PARAMETERS, trainable=True), 0.1, ("*.bias", "*norm*"))
     assert [(segment.start, segment.stop, segment.weight_decay) for segment in segments] == [
         (0, 64, 0.0),
@@ -62,7 +62,7 @@ def test_globs_are_case_sensitive() -> None:
     assert build_segments(layout, 0.1, ("*norm*",))[0].weight_decay == 0.1
 
 
-def test_the_first_group_that_matches_counts_and_excluded_parameters_never_decay() -> None:
+def test_first_matching_group_applies_and_excluded_never_decay() -> None:
     layout = build_layout("layer", PARAMETERS, trainable=True)
     groups = (
         ParameterGroupConfig(params=("*.bias", "*up_proj*"), learning_rate=0.05, weight_decay=0.3),
@@ -73,7 +73,7 @@ def test_the_first_group_that_matches_counts_and_excluded_parameters_never_decay
     assert [segment.weight_decay for segment in segments] == [0.0, 0.3, 0.0, 0.1, 0.0]
 
 
-def test_state_of_its_own_length_is_laid_out_tensor_after_tensor() -> None:
+def test_state_with_its_own_length_is_packed_by_tensor() -> None:
     layout = build_layout("layer", PARAMETERS, trainable=True)
     kind = StateKind("sums", torch.float32, lambda entry: entry.shape[0] if len(entry.shape) == 2 else 0)
     assert list(kind.starts(layout).values()) == [0, 0, 32, 32, 48]
@@ -87,6 +87,6 @@ def test_state_of_its_own_length_is_laid_out_tensor_after_tensor() -> None:
     assert bytes_per_parameter((kind, whole), layout) == pytest.approx(used / layout.num_parameters)
 
 
-def test_a_kind_that_keeps_nothing_of_a_layout_still_has_a_block() -> None:
+def test_empty_state_kind_still_has_a_block() -> None:
     layout = build_layout("norm", [("model.norm.weight", (64,))], trainable=True)
     assert StateKind("rows", torch.float32, lambda entry: 0).num_elements(layout) == 1024

@@ -29,7 +29,7 @@ def random_gradient(seed: int, size: int) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 1000), st.integers(1, 200_000), st.integers(1, 8))
-def test_the_norm_has_the_bits_of_the_reference_for_any_thread_count(seed: int, size: int, num_threads: int) -> None:
+def test_norm_matches_reference_bitwise_for_any_thread_count(seed: int, size: int, num_threads: int) -> None:
     gradient, threads = random_gradient(seed, size), KernelThreads(num_threads)
     assert squared_norm(gradient, threads) == reference.squared_norm(gradient.numpy())
     threads.close()
@@ -48,7 +48,7 @@ def test_many_blocks_are_added_in_order_by_several_threads() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 300_000), max_size=6), st.integers(1, 8))
-def test_norms_of_many_have_the_bits_of_each(sizes: list[int], num_threads: int) -> None:
+def test_batched_norms_match_single_norms_bitwise(sizes: list[int], num_threads: int) -> None:
     threads = KernelThreads(num_threads)
     gradients = [random_gradient(seed, size) for seed, size in enumerate(sizes)]
     mixed = [gradient.bfloat16() if seed % 2 else gradient for seed, gradient in enumerate(gradients)]
@@ -133,7 +133,7 @@ def test_a_bf16_gradient_can_be_added_to_an_fp32_one() -> None:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 3.7])
 @pytest.mark.parametrize("nonfinite", ["stop", "skip", "ignore"])
-def test_a_decision_has_the_bits_of_the_hosts(max_grad_norm: float, nonfinite: Any) -> None:
+def test_device_clip_decision_matches_the_host_bitwise(max_grad_norm: float, nonfinite: Any) -> None:
     """The tested norms are around the limit, zero, or not finite."""
     generator = np.random.default_rng(2)
     norms = [*(generator.lognormal(size=5) * 10.0**power for power in range(-6, 7))]

@@ -62,7 +62,7 @@ def test_every_optimizer_passes(name: str) -> None:
     assert run_suite(MAKERS[name]) == []
 
 
-class Forgetful(Signum):
+class HiddenStateSignum(Signum):
     """Optimizer that keeps state outside of its blocks."""
 
     count = 0.0
@@ -74,7 +74,7 @@ class Forgetful(Signum):
             blocks["weight"][segments[0].stop - 1] += self.count
 
 
-class Reaching(Signum):
+class OutOfSegmentSignum(Signum):
     """Optimizer that changes elements outside of its segments."""
 
     def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
@@ -99,8 +99,8 @@ class Unnamed(Signum):
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        (Forgetful, "test_optimizer_object_has_no_state"),
-        (Reaching, "test_update_learns_and_leaves_padding_unchanged"),
+        (HiddenStateSignum, "test_optimizer_object_has_no_state"),
+        (OutOfSegmentSignum, "test_update_learns_and_leaves_padding_unchanged"),
         (Whole, "test_partwise_update_is_bitwise_equal"),
         (Unnamed, "test_optimizer_implements_the_protocol"),
     ],

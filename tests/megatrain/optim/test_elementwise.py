@@ -133,7 +133,9 @@ def test_bits_equal_the_reference(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("split_master", [False, True])
 @pytest.mark.parametrize("grad_dtype", DTYPES)
-def test_blocks_longer_than_one_range_keep_their_bits(name: str, split_master: bool, grad_dtype: torch.dtype) -> None:
+def test_blocks_longer_than_one_range_match_the_reference(
+    name: str, split_master: bool, grad_dtype: torch.dtype
+) -> None:
     size, generator = 2 * RANGE_ELEMENTS + 1025, np.random.default_rng(3)
     optimizer = make_optimizer(name)
     state = State(random_array(generator, size), {kind.name: np.zeros(size, np.float32) for kind in optimizer.state})
@@ -149,7 +151,7 @@ def test_blocks_longer_than_one_range_keep_their_bits(name: str, split_master: b
 
 @pytest.mark.parametrize("cut", [1024, 2048, 3072])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_block_updated_in_pieces_has_the_bits_of_one_updated_whole(name: str, cut: int) -> None:
+def test_block_updated_in_pieces_matches_whole_update_bitwise(name: str, cut: int) -> None:
     size, generator = 4096, np.random.default_rng(5)
     optimizer = make_optimizer(name)
     master, grad = random_array(generator, size), torch.from_numpy(random_array(generator, size))
@@ -209,7 +211,7 @@ def test_padding_of_zeros_stays_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_update_knows_nothing_of_the_one_before(name: str) -> None:
+def test_updates_do_not_depend_on_earlier_updates(name: str) -> None:
     """Segments may differ only in their rate, and updates with the same step number only in rate or gradient scale."""
     used, generator = make_optimizer(name), np.random.default_rng(5)
     kinds, master = [kind.name for kind in used.state], random_array(generator, 64)
@@ -239,7 +241,7 @@ def test_a_gradient_of_another_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gradient_of_minus_zero_is_one_of_zero(dtype: torch.dtype) -> None:
+def test_negative_zero_gradient_counts_as_zero(dtype: torch.dtype) -> None:
     """A sum of -0 becomes 0 if zeros are added to it, but not if they are skipped. Both must give the same update."""
     masters = []
     for zero in (0.0, -0.0):

@@ -118,7 +118,7 @@ def test_groups_with_an_effect_are_accepted() -> None:
     assert [group.params for group in table.groups] == [("*.up.*",), ("*",)]
 
 
-def test_a_group_in_a_file_and_the_leaf_of_the_optimizer_on_the_command_line(tmp_path: Path) -> None:
+def test_file_groups_combine_with_command_line_overrides(tmp_path: Path) -> None:
     text = '[[optimizer.groups]]\nparams = ["*embed*"]\nlearning_rate = 1e-6\n'
     table, warnings = load(tmp_path, text, "learning_rate=2e-5", "optimizer.groups.0.weight_decay=0.3")
     assert not warnings
@@ -126,7 +126,7 @@ def test_a_group_in_a_file_and_the_leaf_of_the_optimizer_on_the_command_line(tmp
     assert (table.groups[0].learning_rate, table.groups[0].weight_decay) == (1e-6, 0.3)
 
 
-def test_the_resolved_file_holds_the_groups(tmp_path: Path) -> None:
+def test_resolved_config_round_trips_groups(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
         CONFIG + '[optimizer]\noptim = "lion"\n[[optimizer.groups]]\nparams = ["*a*"]\nweight_decay = 0.0\n'

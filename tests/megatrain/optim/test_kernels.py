@@ -53,12 +53,12 @@ def compiled() -> None:
     ):
         optimizer.warm_up()
         if isinstance(optimizer, ElementwiseOptimizer):
-            run_no_rows(optimizer)
+            compile_row_kernels(optimizer)
     clip.warm_up()
     clip.squared_norms([torch.zeros(1, dtype=dtype) for dtype in GRADIENT_DTYPES], KernelThreads(1))
 
 
-def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
+def compile_row_kernels(optimizer: ElementwiseOptimizer) -> None:
     """Compile or load the kernel with row arguments."""
     rows = np.zeros((0, len(optimizer.row_kinds) + 2), np.int64)
     for split_master in (False, True):

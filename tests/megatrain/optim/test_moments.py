@@ -17,7 +17,7 @@ from megatrain.optim.moments import StateDtype, decode_moments, encode_moments, 
 from megatrain.optim.threads import KernelThreads
 from oracles.adamw import adamw_step
 from oracles.blocks import random_array, same_bits, update_on
-from oracles.moments import decode_blocks, dynamic_code, encode_blocks, random_bits, round_at_random
+from oracles.moments import decode_blocks, dynamic_code, encode_blocks, random_bits, round_stochastically
 
 SIZE, SEED = 5003, 7
 SEGMENTS = ((0, 2048, "a"), (2048, 3000, "b"), (3072, SIZE, "c"))
@@ -59,7 +59,7 @@ def test_moments_match_the_oracle_bitwise(state_dtype: StateDtype) -> None:
             )
             if state_dtype == "bfloat16":
                 bits = random_bits(SEED, step, name, range(10**10, 10**10 + stop - start))
-                m[part], v[part] = round_at_random(new_m, bits & 0xFFFF), round_at_random(new_v, bits >> 16)
+                m[part], v[part] = round_stochastically(new_m, bits & 0xFFFF), round_stochastically(new_v, bits >> 16)
             else:
                 m[part] = decode_blocks(*encode_blocks(new_m, True), True)
                 v[part] = decode_blocks(*encode_blocks(new_v, False), False)
@@ -73,7 +73,7 @@ def test_moments_match_the_oracle_bitwise(state_dtype: StateDtype) -> None:
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("kind", [AdamW, Lion, SGD])
-def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtype) -> None:
+def test_moments_are_bit_identical_for_any_split_and_thread_count(kind: Any, state_dtype: StateDtype) -> None:
     size = (1 << 20) + 70_000  # longer than one range of the kernel threads
     optimizer = kind(state_dtype=state_dtype, seed=SEED)
     blocks = new_blocks(optimizer, size)
@@ -90,7 +90,7 @@ def test_neither_cuts_nor_threads_change_a_bit(kind: Any, state_dtype: StateDtyp
     assert any(len(block.unique()) > 100 for block in parts.values()), "something was updated"
 
 
-def test_the_mean_of_random_roundings_is_the_number() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     """With random rounding, the mean of stored moments stays exact. Rounding to nearest would change it by over 1%."""
     optimizer = AdamW(beta1=0.999, threads=KernelThreads(1), state_dtype="bfloat16")
     size, blocks = 65_536, new_blocks(AdamW(state_dtype="bfloat16"), 65_536)

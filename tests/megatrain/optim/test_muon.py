@@ -72,7 +72,7 @@ def test_matrices_follow_torch_and_the_rest_adamw(adjust_lr: Any, nesterov: bool
     assert len(others) == 2
 
 
-def test_singular_values_become_alike() -> None:
+def test_newton_schulz_equalizes_singular_values() -> None:
     wide = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) @ torch.diag(torch.logspace(0, -2, 64))
     for first, num_steps in ((wide, 5), (wide.T, 5), (wide, 6), (wide.T, 6)):
         matrix = first.to(torch.bfloat16).contiguous()
@@ -136,7 +136,7 @@ FUSED: dict[str, tuple[tuple[int, ...], FusedMatrix, list[list[int]]]] = {
 
 @pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("where", ["host", "device", "ranks"])
-def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any) -> None:
+def test_fused_matrices_match_torch_on_separate_ones(where: str, adjust_lr: Any) -> None:
     layout = build_layout("layer", [(name, shape) for name, (shape, _, _) in FUSED.items()], True)
     options: dict[str, Any] = {"fused": {name: fused for name, (_, fused, _) in FUSED.items()}, "adjust_lr": adjust_lr}
     optimizer, kinds = make(**options), make().state_kinds(False)
@@ -192,7 +192,7 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
     assert torch.equal(host["weight"], blocks["weight"]) and torch.equal(host["m"], blocks["m"])
 
 
-def test_flops_and_room_of_fused_matrices() -> None:
+def test_flops_and_workspace_of_fused_matrices() -> None:
     muon = make(fused={"qkv": FusedMatrix((28, 8, 8)), "c": FusedMatrix((12,) * 3, divides_columns=True)})
     assert (
         muon.orthogonalize_flops(44, 24, "qkv")

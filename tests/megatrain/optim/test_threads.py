@@ -16,7 +16,7 @@ def test_ranges_are_consecutive_and_complete() -> None:
     assert list(cut(5, 5)) == []
 
 
-def test_items_are_shared_out_in_order_and_none_is_left() -> None:
+def test_calls_are_grouped_in_order_and_completely() -> None:
     assert group_calls([3, 3, 3, 9, 1], max_elements=9) == [(0, 3), (3, 4), (4, 5)]
     assert group_calls([0, 0], max_elements=1) == [(0, 2)]
     assert group_calls([], max_elements=1) == []

@@ -132,7 +132,7 @@ def test_interpreted_bits_of_tables_equal_the_host_kernel(
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adamw, bfloat16", "adamw, int8", "lion, int8", "sgd, int8"])
-def test_interpreted_kernels_read_the_decision(interpreter: ModuleType, name: str) -> None:
+def test_interpreted_kernels_apply_the_clip_decision(interpreter: ModuleType, name: str) -> None:
     """A factor in a tensor gives the same bits as the number itself. A decision against the update changes no block."""
     host = {**HOSTS, **SMALL_HOSTS}[name]
     made, generator = TritonOptimizer(host), np.random.default_rng(3)
@@ -154,7 +154,7 @@ def test_interpreted_kernels_read_the_decision(interpreter: ModuleType, name: st
             assert all(torch.equal(found[kind], wanted[kind]) for kind in wanted)
 
 
-def test_ranges_that_no_table_can_hold_are_updated_one_by_one(interpreter: ModuleType) -> None:
+def test_ranges_unfit_for_tables_are_updated_one_by_one(interpreter: ModuleType) -> None:
     assert interpreter.ROW_ALIGNMENT == 16
     blocks = {kind: torch.zeros(64) for kind in ("weight", "m", "v")}
     adamw = TritonOptimizer(HOSTS["adamw"])
@@ -247,7 +247,7 @@ def test_warm_up_compiles_the_requested_kernels(interpreter: ModuleType, monkeyp
 NORM_SIZES = (1, 63, 64, 8077, 65_536, 131_072 + 65)
 
 
-def assert_norms_are_the_hosts(sizes: Sequence[int], dtype: torch.dtype, device: str) -> None:
+def assert_norms_match_host(sizes: Sequence[int], dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     for size in sizes:
         # Numbers of very different magnitudes, so that the order of sums matters, at an unaligned address.
@@ -267,7 +267,7 @@ def test_interpreted_norms_have_the_host_s_bits(
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
     monkeypatch.setattr(on_device, "_partials_in_torch", None)
     # Few sizes, because the interpreter takes seconds per block.
-    assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")
+    assert_norms_match_host((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")
 
 
 def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
@@ -286,7 +286,7 @@ def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
 def test_norms_without_triton_have_the_host_s_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: None)
     monkeypatch.setattr(on_device, "_PIECE_ELEMENTS", 65_536)
-    assert_norms_are_the_hosts(NORM_SIZES, dtype, "cpu")
+    assert_norms_match_host(NORM_SIZES, dtype, "cpu")
     for value in (torch.inf, torch.nan):
         assert str(float(device_squared_norm(torch.tensor([1.0, value, 2.0], dtype=dtype)))) == str(value)
 

@@ -210,7 +210,7 @@ def test_checksums_are_taken_and_compared(tmp_path: Path) -> None:
         assert type(caught.value).__name__ == "CorruptBlockError"
 
 
-def test_a_cut_off_file_is_an_error_with_its_path(rig: Rig) -> None:
+def test_truncated_file_error_names_its_path(rig: Rig) -> None:
     home = rig.home(100_000)
     rig.store(torch.ones(100_000, dtype=torch.uint8), home)
     path = files_of(home).files[0].path
@@ -220,7 +220,7 @@ def test_a_cut_off_file_is_an_error_with_its_path(rig: Rig) -> None:
     assert (caught.value.path, caught.value.tier, caught.value.offset) == (str(path), "nvme", 4096)
 
 
-def test_a_missing_file_is_an_error_not_zeros(rig: Rig) -> None:
+def test_missing_file_raises_instead_of_reading_zeros(rig: Rig) -> None:
     home = rig.home(5000)
     path = files_of(home).files[0].path
     path.unlink()
@@ -230,7 +230,7 @@ def test_a_missing_file_is_an_error_not_zeros(rig: Rig) -> None:
     path.touch()
 
 
-def test_errors_of_the_system_keep_their_number(rig: Rig) -> None:
+def test_system_errors_keep_their_errno(rig: Rig) -> None:
     import resource
     import signal
 
@@ -278,7 +278,7 @@ def test_the_least_recently_used_file_is_closed_first(rig: Rig, monkeypatch: pyt
     assert {inode for _, inode, _ in rig.mover._handles} == used
 
 
-def test_many_transfers_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_transfers_share_few_file_handles(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_MAX_HANDLES", 2)  # fewer than are in use at the same time
     tensors = [torch.full((70_000 + number,), number, dtype=torch.uint8) for number in range(20)]
     homes = [rig.home(tensor.numel(), f"block.{number}") for number, tensor in enumerate(tensors)]
@@ -291,7 +291,7 @@ def test_many_transfers_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(rig.load(home), tensor)
 
 
-def test_memory_off_the_grid_is_refused(rig: Rig) -> None:
+def test_unaligned_memory_is_refused(rig: Rig) -> None:
     (file,) = files_of(rig.home(64 * KiB)).files
     slab = HostSlab(64 * KiB)
     for start, stop, offset in ((1, 4097, 0), (0, 4097, 0), (0, 4096, 512)):
@@ -300,7 +300,7 @@ def test_memory_off_the_grid_is_refused(rig: Rig) -> None:
     slab.close()
 
 
-def test_a_forked_process_is_refused(rig: Rig) -> None:
+def test_kvikio_refuses_forked_processes(rig: Rig) -> None:
     (file,) = files_of(rig.home(4096)).files
     rig.store(torch.ones(4096, dtype=torch.uint8), rig.home(4096, "other"))  # starts kvikio's threads
     slab = HostSlab(4096)
@@ -333,7 +333,7 @@ def _try_to_read(mover: PartMover, file: ChunkFile, slab: HostSlab) -> str:
     return "it was read"
 
 
-def test_kvikio_runs_with_our_settings_and_writes_no_log_here(rig: Rig) -> None:
+def test_kvikio_uses_our_settings_and_log_path(rig: Rig) -> None:
     import kvikio.defaults
 
     settings = {name: kvikio.defaults.get(name) for name in ("task_size", "bounce_buffer_size")}
@@ -346,7 +346,7 @@ def test_kvikio_runs_with_our_settings_and_writes_no_log_here(rig: Rig) -> None:
     assert not Path("cufile.log").exists()
 
 
-def test_a_run_from_files_is_the_run_from_ram(tmp_path: Path) -> None:
+def test_file_run_is_bit_identical_to_ram_run(tmp_path: Path) -> None:
     def train(name: str, **options: Any) -> TieredRun:
         text = config_text(tmp_path / name, EXAMPLES / "quickstart" / "model", **options)
         text = text.replace("[data]", "train_from_scratch = true\n[data]", 1)
