@@ -83,7 +83,7 @@ LONG_MATRICES = (
     "tests/megatrain/converters/test_masks.py",
     "tests/megatrain/data/test_fields.py",
     "tests/megatrain/data/test_templates.py",
-    "tests/megatrain/models/test_export.py::test_transformers_opens_the_same_bits",
+    "tests/megatrain/models/test_export.py::test_transformers_loads_bit_identical_weights",
     "tests/megatrain/optim/test_kernels.py::test_no_product_and_sum_are_fused",
     "tests/megatrain/test_flops.py",
     "tests/megatrain/trace/test_repeated_layers.py::test_trace_of_repeated_layers_matches_all_layers",

@@ -87,7 +87,7 @@ def test_transformers_opens_an_earlier_step(run: SavedRun, tmp_path: Path) -> No
     assert torch.isfinite(model(**tokens).logits).all()
 
 
-def test_every_bit_of_the_master_weights(trained: Callable[[str], SavedRun], tmp_path: Path) -> None:
+def test_fp32_export_has_the_exact_master_weights(trained: Callable[[str], SavedRun], tmp_path: Path) -> None:
     """An fp32 export of a bf16 run has the exact masters, which contain more bits than the bf16 weights."""
     run = trained("bf16 on a drive")
     exact = load_file(export_checkpoint(run.out, tmp_path / "exact", dtype=torch.float32) / "model.safetensors")

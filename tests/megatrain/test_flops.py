@@ -63,7 +63,7 @@ def test_frozen_layers_have_no_backward() -> None:
     assert flops.hardware == flops.model + again - last
 
 
-def test_six_times_parameters_times_tokens() -> None:
+def test_model_flops_are_near_six_times_parameters_times_tokens() -> None:
     """Attention is small relative to the matrices, as in large models with short rows."""
     config = tiny_config(
         "llama", tied=False, hidden_size=256, intermediate_size=768, num_key_value_heads=4, head_dim=64
@@ -103,7 +103,7 @@ def test_flops_depend_on_padding_and_labels() -> None:
     assert several == StepFlops(3 * whole.model, 3 * whole.hardware)
 
 
-def test_made_up_values_give_no_count() -> None:
+def test_inexact_trace_gives_no_flop_count() -> None:
     config = tiny_config("mixtral")
     config._experts_implementation = "eager"  # a loop over the experts that got tokens
     trace = trace_of(config)

@@ -52,7 +52,7 @@ def train(folder: Path, text: str, *, num_steps: int = 4, stop_after: int | None
     return train_whole(folder, text, stop_after=stop_after).summary
 
 
-def test_base_keeps_its_bits_and_only_adapters_have_state(model: Path, tmp_path: Path) -> None:
+def test_base_is_unchanged_and_only_adapters_have_state(model: Path, tmp_path: Path) -> None:
     run = run_config(lora_text(tmp_path, model), tmp_path, num_steps=2)
     for name, weight in load_file(model / "model.safetensors").items():
         assert torch.equal(run.weights[name], weight), name
@@ -130,9 +130,7 @@ def test_final_merge_matches_the_merged_checkpoint(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["LoRA", "DoRA"])
-def test_prompts_are_continued_by_the_base_model_with_its_adapters_as_by_peft(
-    model: Path, tmp_path: Path, lora: str
-) -> None:
+def test_generation_with_adapters_matches_peft(model: Path, tmp_path: Path, lora: str) -> None:
     """The run's folder, its adapter and a copy of the adapter all generate peft's tokens, whatever the size of RAM."""
     run = lora_text(tmp_path, model, lora).replace("learning_rate = 1e-3", "learning_rate = 0.05")
     train(tmp_path, run + '[export]\ndtype = "float32"\n')
@@ -262,7 +260,7 @@ IN_PLACE: dict[str, dict[str, Any]] = {
         pytest.param("past RAM", "bfloat16", "float32", marks=pytest.mark.slow),
     ],
 )
-def test_base_read_in_place_gives_the_bits_of_a_copy(
+def test_base_read_in_place_is_bit_identical_to_a_copy(
     model: Path, tmp_path: Path, place: str, stored: str, computed: str
 ) -> None:
     base = tmp_path / "model"
@@ -285,7 +283,7 @@ def test_base_read_in_place_gives_the_bits_of_a_copy(
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in base.iterdir()}
 
 
-def test_folder_that_changes_under_the_run_ends_it(model: Path, tmp_path: Path) -> None:
+def test_changing_the_model_folder_during_a_run_ends_the_run(model: Path, tmp_path: Path) -> None:
     base = tmp_path / "model"
     shutil.copytree(model, base)
 

@@ -51,9 +51,7 @@ def loaded(base: Path, adapter: Path, folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_copy_of_the_embedding_is_accepted_and_weights_equal_pefts(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_adapter_with_a_copy_of_the_embedding_matches_peft(folders: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = folders
     file = adapter / "adapter_model.safetensors"
     assert any(name.endswith("embed_tokens.base_layer.weight") for name in load_file(file))
@@ -76,7 +74,7 @@ def test_another_embedding_than_the_models_is_refused(folders: tuple[Path, Path]
         loaded(base, adapter, tmp_path / "run")
 
 
-def test_adapters_of_an_image_models_words_are_not_optional(tmp_path: Path) -> None:
+def test_text_embedding_adapters_of_image_models_are_not_optional(tmp_path: Path) -> None:
     """Every row has text tokens, so only the image modules may be skipped in a step."""
     folder = make_folder("qwen2_5_vl", tmp_path / "images")
     lora = LoraConfig(r=4, target_modules=("embed_tokens", "q_proj"))

@@ -68,7 +68,7 @@ def test_streamed_run_resumes_from_its_cursor(run: SavedRun, steps: int) -> None
     assert weights(run) == weights(run, "undisturbed")
 
 
-def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
+def test_mixing_schedule_may_change_on_resume(run: SavedRun) -> None:
     """A new schedule counts as different data and must be allowed. The run then continues after its last step."""
     assert run.call("run", streamed(run, steps=2)).exit_code == 0
     path = streamed(run, steps=4)
@@ -97,7 +97,7 @@ def test_check_and_data_commands_handle_streams(run: SavedRun) -> None:
     assert result.exit_code == 4 and "need a pass over all data" in result.output, result.output
 
 
-def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
+def test_streamed_run_evaluates_ordinary_sets(run: SavedRun) -> None:
     path = streamed(run, steps=2)
     path.write_text(
         path.read_text() + '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'
@@ -146,7 +146,7 @@ def test_incompatible_stream_settings_are_refused(run: SavedRun, change: tuple[s
 
 
 @pytest.mark.slow
-def test_other_processes_another_machine_and_no_disk_of_its_own(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_run_resumes_with_other_ranks_and_no_local_files(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes read shards from S3 and upload checkpoints. One process without local files resumes exactly."""
     with s3_server() as s3:
         for name in ("shards-a", "shards-b"):

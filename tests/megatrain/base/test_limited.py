@@ -26,12 +26,12 @@ def test_the_result_comes_back_from_another_process() -> None:
     assert number != os.getpid() and text == "x" * 300_000
 
 
-def test_a_pattern_that_never_ends() -> None:
+def test_catastrophic_regex_exceeds_the_cpu_time_limit() -> None:
     with pytest.raises(LimitError, match="more than 1 s of processor time"):
         run_limited(lambda: re.fullmatch(r"(([a-z_.0-9]+)+)+!", "model.layers.0.self_attn.q_proj"))
 
 
-def test_a_text_without_bound() -> None:
+def test_huge_allocation_exceeds_the_memory_limit() -> None:
     with pytest.raises(LimitError, match="more than 256 MiB of memory"):
         run_limited(lambda: "a".center(9_999_999_999)[:1])
 
@@ -43,22 +43,22 @@ def test_a_text_without_bound() -> None:
         (signal.SIGKILL, r"killed \(SIGKILL\): .* memory is short"),
     ],
 )
-def test_a_child_that_a_signal_ends(number: signal.Signals, message: str) -> None:
+def test_error_names_the_signal_that_ended_the_child(number: signal.Signals, message: str) -> None:
     with pytest.raises(LimitError, match=message):
         run_limited(lambda: os.kill(os.getpid(), number))
 
 
-def test_a_child_that_ends_without_a_result() -> None:
+def test_error_states_the_exit_status_of_the_child() -> None:
     with pytest.raises(LimitError, match="ended with exit status 3"):
         run_limited(lambda: os._exit(3))
 
 
-def test_an_error_of_the_function() -> None:
+def test_exception_in_the_child_is_reported() -> None:
     with pytest.raises(LimitError, match="fails with KeyError: 'role'"):
         run_limited(lambda: {}["role"])
 
 
-def test_a_child_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_child_is_killed_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited, "_WALL_S", 0.2)
     killed, kill = [], os.kill
     monkeypatch.setattr(os, "kill", lambda pid, number: [killed.append(pid), kill(pid, number)])
@@ -68,7 +68,7 @@ def test_a_child_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path("/proc", str(pid)).exists(), "the process was reaped"
 
 
-def test_threads_of_the_caller_are_no_obstacle() -> None:
+def test_run_limited_works_while_other_threads_run() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()

@@ -55,7 +55,7 @@ def test_metrics_log_continues_at_the_resumed_step(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.old.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_line_that_lacks_its_end_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_unterminated_log_line_is_dropped_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
     with MetricsLog(path, resume_step=2) as log:
@@ -66,7 +66,7 @@ def test_a_line_that_lacks_its_end_does_not_spoil_the_next(tmp_path: Path) -> No
 def test_observers_are_called_in_order(tmp_path: Path) -> None:
     seen: list[str] = []
 
-    class Noting:
+    class RecordingObserver:
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -82,7 +82,7 @@ def test_observers_are_called_in_order(tmp_path: Path) -> None:
         def on_end(self, summary: RunSummary) -> None:
             seen.append(f"{self.name} end {summary.num_steps}")
 
-    observers = Observers([Noting("a"), MetricsLog(tmp_path / "metrics.jsonl"), Noting("b")])
+    observers = Observers([RecordingObserver("a"), MetricsLog(tmp_path / "metrics.jsonl"), RecordingObserver("b")])
     observers.on_start(RunInfo("run", "sft", "cpu", tmp_path, 1, 1))
     observers.on_step(STEP)
     observers.on_message("x")

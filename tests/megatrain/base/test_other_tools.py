@@ -32,12 +32,12 @@ def test_each_of_our_keys_in_the_table_exists() -> None:
         assert allowed is None or values <= {*allowed}, row.config_key
 
 
-def test_no_advice_on_names_that_are_ours() -> None:
+def test_accepted_keys_are_not_in_the_translations() -> None:
     assert {name for name in TRANSLATIONS if full_keys_of_leaf(name)} == {"dtype", "flash_attention"}
     assert not {*ACCEPTED_KEYS, *ALWAYS_ON} & set(TRANSLATIONS), "these are accepted"
 
 
-def test_every_name_of_another_tool_is_answered() -> None:
+def test_every_key_of_another_tool_gets_advice() -> None:
     for leaf, name in TRANSLATIONS.items():
         advice = advice_for_unknown((leaf,))
         assert f"That is {name.tool}'" in advice and (name.config_key or name.note) in advice
@@ -71,7 +71,7 @@ def test_table_imports_no_other_project_module() -> None:
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "trl", "deepspeed", "torchtitan"])
-def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
+def test_coming_from_pages_list_all_keys(tool: str) -> None:
     """If this test fails, run ``python docs/keys_of_tools.py docs/coming_from`` to update the pages."""
     docs = Path(__file__).parents[3] / "docs"
     page = (docs / f"coming_from/{tool}.md").read_text(encoding="utf-8")

@@ -89,7 +89,7 @@ def test_high_half_is_correct_at_the_range_limits() -> None:
     assert decoded.view(torch.uint32).tolist() == patterns
 
 
-def test_blocks_longer_than_one_conversion_are_converted_to_the_end() -> None:
+def test_blocks_longer_than_one_conversion_are_exact() -> None:
     master = torch.randn((1 << 19) + 5, generator=torch.Generator().manual_seed(1))
     _, _, decoded = round_trip(master)
     assert torch.equal(decoded, master)

@@ -77,7 +77,7 @@ def fail_while_training(folder: Path) -> None:
         raise ValueError("broken")
 
 
-def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
+def test_status_file_is_updated_during_a_step(tmp_path: Path) -> None:
     """The status file shows the current unit during a step. A failed run leaves its exit code there."""
     activity = Activity()
 
@@ -111,7 +111,7 @@ def test_moments_and_metrics_survive_the_status_file() -> None:
     assert StepMetrics.from_json(json.loads(json.dumps(metrics.to_json()))) == metrics
 
 
-def test_losses_of_both_ends_are_kept_over_checkpoints() -> None:
+def test_first_and_last_mean_losses_survive_checkpoints() -> None:
     state = make_state()
     means: dict[int, Any] = {}
     for step in range(1, 31):

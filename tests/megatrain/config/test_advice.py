@@ -93,7 +93,7 @@ def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path
         ("60", 100, "60 of the 100"), ("1", 1000, "almost no effect"), ("0.001", 1000, "almost no effect"),
     ],
 )  # fmt: skip
-def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> None:
+def test_unsuitable_warm_up_gives_a_warning(warmup: str, num_steps: int, text: str, tmp_path: Path) -> None:
     found = list(schedule_warnings(resolve(config(tmp_path, f"warmup_steps={warmup}")).optimizer, num_steps))
     assert len(found) == bool(text) and all(text in each for each in found)
     assert (

@@ -20,7 +20,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_strategy_is_no_without_sets_and_steps_with_them(tmp_path: Path) -> None:
+def test_eval_strategy_defaults_to_steps_if_there_are_sets(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "")).config.evaluation.eval_strategy == "no"
     table = load_config(write(tmp_path, SETS)).config.evaluation
     assert (table.eval_strategy, table.eval_steps, table.eval_on_start) == ("steps", 100, False)
@@ -62,7 +62,7 @@ def test_the_resolved_file_gives_the_same_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["label_smoothing_factor", "neftune_noise_alpha"])
-def test_another_objective_alters_the_results(tmp_path: Path, key: str) -> None:
+def test_keys_of_the_training_objective_alter_results(tmp_path: Path, key: str) -> None:
     before = load_config(write(tmp_path, "")).config
     now = load_config(write(tmp_path, ""), overrides=[f"{key}=0.1"]).config
     assert [str(change) for change in compare(before, now).altering] == [f"training.{key}: 0.0 -> 0.1"]
@@ -137,7 +137,7 @@ def test_held_out_rows_enable_evaluation(tmp_path: Path) -> None:
         ("true", "data.val_size"),
     ],
 )
-def test_wrong_numbers_of_rows(tmp_path: Path, value: str, words: str) -> None:
+def test_invalid_val_size_is_refused(tmp_path: Path, value: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(write_val(tmp_path, value))
     (problem,) = error.value.problems

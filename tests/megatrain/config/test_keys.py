@@ -42,7 +42,7 @@ path = "chat.jsonl"
 """
 
 
-def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
+def schema_violations(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
     """Return how a value violates the schema. Every keyword of the schema must be in `known`."""
     known = {"type", "enum", "const", "anyOf", "pattern", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
     known |= {"multipleOf", "minLength", "minItems", "items", "properties", "required", "additionalProperties"}
@@ -56,7 +56,7 @@ def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]
         found.append(f"{where}: {value!r} is not in {schema['enum']}")
     if "const" in schema and value != schema["const"]:
         found.append(f"{where}: {value!r} is not {schema['const']!r}")
-    if "anyOf" in schema and all(complaints(one, value, where) for one in schema["anyOf"]):
+    if "anyOf" in schema and all(schema_violations(one, value, where) for one in schema["anyOf"]):
         found.append(f"{where}: {value!r} is none of {schema['anyOf']}")
     if "pattern" in schema and not re.search(schema["pattern"], value):
         found.append(f"{where}: {value!r} does not match")
@@ -74,13 +74,15 @@ def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]
         found.append(f"{where}: too short")
     if isinstance(value, list):
         for index, item in enumerate(value):
-            found += complaints(schema.get("items", {}), item, f"{where}.{index}")
+            found += schema_violations(schema.get("items", {}), item, f"{where}.{index}")
     if isinstance(value, dict):
         found += [f"{where}: no {name}" for name in schema.get("required", ()) if name not in value]
         for name, item in value.items():
-            found += complaints(schema.get("propertyNames", {}), name, f"{where}.{name}")
+            found += schema_violations(schema.get("propertyNames", {}), name, f"{where}.{name}")
             inner = schema.get("properties", {}).get(name, schema.get("additionalProperties", {}))
-            found += [f"{where}.{name} is unknown"] if inner is False else complaints(inner, item, f"{where}.{name}")
+            found += (
+                [f"{where}.{name} is unknown"] if inner is False else schema_violations(inner, item, f"{where}.{name}")
+            )
     return found
 
 
@@ -96,19 +98,19 @@ def is_valid(folder: Path, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["03_dpo.toml", "quickstart.toml", "02_sft.toml", "01_tiny.toml"])
-def test_examples_and_their_resolved_form_keep_to_it(name: str) -> None:
+def test_examples_and_resolved_configs_match_the_schema(name: str) -> None:
     path = EXAMPLES / name
-    assert complaints(json_schema(), tomllib.loads(path.read_text(encoding="utf-8"))) == []
+    assert schema_violations(json_schema(), tomllib.loads(path.read_text(encoding="utf-8"))) == []
     resolved = tomllib.loads(to_toml(load_config(path).config))
-    assert complaints(json_schema(), resolved) == []
+    assert schema_violations(json_schema(), resolved) == []
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))
-def test_every_key_has_a_meaning_and_a_default_that_keeps_to_it(key: str) -> None:
+def test_every_key_has_a_description_and_a_valid_default(key: str) -> None:
     schema = leaf_schema(key)
     assert schema["description"]
     if "default" in schema:
-        assert complaints(schema, schema["default"]) == []
+        assert schema_violations(schema, schema["default"]) == []
     assert json.loads(json.dumps(schema)) == schema
 
 
@@ -136,7 +138,7 @@ def test_every_key_has_a_meaning_and_a_default_that_keeps_to_it(key: str) -> Non
 )
 def test_schema_refuses_configs_that_the_loader_refuses(tmp_path: Path, line: str) -> None:
     assert not is_valid(tmp_path, BASE + line)
-    assert complaints(json_schema(), tomllib.loads(BASE + line))
+    assert schema_violations(json_schema(), tomllib.loads(BASE + line))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +158,11 @@ def test_schema_refuses_configs_that_the_loader_refuses(tmp_path: Path, line: st
 def test_schema_accepts_configs_that_the_loader_accepts(tmp_path: Path, line: str) -> None:
     text = line + BASE if line.startswith("seed") else BASE + line
     assert is_valid(tmp_path, text)
-    assert complaints(json_schema(), tomllib.loads(text)) == []
+    assert schema_violations(json_schema(), tomllib.loads(text)) == []
 
 
 @given(st.from_regex(r"[0-9_]{1,4}(\.[0-9]{1,2})? ?[kMGTi]{0,2}[Bb]?", fullmatch=True))
-def test_sizes_are_taken_by_both_or_by_none(text: str) -> None:
+def test_schema_and_parser_accept_the_same_sizes(text: str) -> None:
     from tiered import parse_size
 
     schema = leaf_schema("export.max_shard_size")
@@ -170,20 +172,20 @@ def test_sizes_are_taken_by_both_or_by_none(text: str) -> None:
         is_size = False
     else:
         is_size = True
-    assert is_size == (not complaints(schema, text)), text
+    assert is_size == (not schema_violations(schema, text)), text
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))
-def test_every_key_is_known_to_alter_results_or_not(key: str) -> None:
+def test_every_key_declares_whether_it_alters_results(key: str) -> None:
     assert alters(key) in ("yes", "by contents", "no")
 
 
 @pytest.mark.parametrize("table", [RunConfig, ModelConfig, DataConfig, TrainingConfig])
-def test_a_new_key_of_a_table_that_mixes_both_must_be_decided_upon(table: type[Table]) -> None:
+def test_mixed_tables_do_not_declare_that_all_keys_alter_results(table: type[Table]) -> None:
     assert not table.model_config.get("json_schema_extra")
 
 
-def test_a_key_inside_a_table_of_free_names_is_that_table() -> None:
+def test_keys_in_free_form_tables_map_to_the_table() -> None:
     assert schema_key("data.train.0.columns.prompt") == "data.train.columns"
     assert alters("data.train.0.columns.prompt") == "by contents"
     assert alters("optimizer.lr_scheduler_kwargs.num_cycles") == "yes"

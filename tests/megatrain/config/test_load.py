@@ -71,7 +71,7 @@ def test_parent_folders_and_globs_in_paths(tmp_path: Path) -> None:
     assert config.data.train[0].path == str(folder / "data/**/*.jsonl")
 
 
-def test_a_name_that_is_no_folder_stays_a_name(tmp_path: Path) -> None:
+def test_model_name_that_is_not_a_folder_is_unchanged(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, SMALLEST.replace('"model"', '"Qwen/Qwen3-0.6B"'))).config
     assert config.model.model_name_or_path == "Qwen/Qwen3-0.6B"
 
@@ -221,7 +221,7 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
         assert f"\n{key.rsplit('.', 1)[-1]} = " in "\n" + text, key
 
 
-def test_when_a_run_is_saved(smallest: Path, tmp_path: Path) -> None:
+def test_save_keys_select_the_checkpoint_strategy(smallest: Path, tmp_path: Path) -> None:
     usual = load_config(smallest).config.checkpoint
     assert (usual.save_strategy, usual.save_steps, usual.save_total_limit) == ("steps", 200, 2)
     assert (usual.resume_from_checkpoint, usual.min_free_disk) == ("auto", 1 << 30)
@@ -232,7 +232,7 @@ def test_when_a_run_is_saved(smallest: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("true", "auto"), ("false", "no"), ("auto", "auto"), ("no", "no")])
-def test_whether_a_run_is_continued(smallest: Path, value: str, expected: str) -> None:
+def test_resume_from_checkpoint_accepts_booleans(smallest: Path, value: str, expected: str) -> None:
     table = load_config(smallest, overrides=[f"resume_from_checkpoint={value}"]).config.checkpoint
     assert table.resume_from_checkpoint == expected
 
@@ -323,7 +323,7 @@ def problems_of(path: Path) -> ConfigError:
         "[bogus]\nx = 1\n",
     ],
 )
-def test_the_rest_can_be_used(tmp_path: Path, wrong: str) -> None:
+def test_salvage_keeps_the_valid_part_of_a_config(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(GOOD + wrong)
     error = problems_of(path)
@@ -333,7 +333,7 @@ def test_the_rest_can_be_used(tmp_path: Path, wrong: str) -> None:
     assert config.data.train[0].path.endswith("chat.jsonl")
 
 
-def test_later_problems_are_found(tmp_path: Path) -> None:
+def test_salvage_finds_further_problems(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(GOOD + '[optimizer]\nlearning_rate = "x"\n[training]\ntrain_batch_tokens = 100\n')
     config, further = salvage(path, (), problems_of(path).problems)
@@ -349,7 +349,7 @@ def test_incomplete_config_cannot_be_salvaged(tmp_path: Path, text: str) -> None
     assert config is None
 
 
-def test_further_files_are_laid_over(tmp_path: Path) -> None:
+def test_salvage_applies_additional_config_files(tmp_path: Path) -> None:
     path, over = tmp_path / "run.toml", tmp_path / "over.toml"
     path.write_text(GOOD)
     over.write_text("[data]\nmax_length = 64\nbogus = 1\n")
@@ -387,7 +387,7 @@ def test_home_and_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_misspelled_key_is_the_only_problem_that_it_makes(tmp_path: Path) -> None:
+def test_misspelled_key_causes_no_follow_up_problems(tmp_path: Path) -> None:
     """Consequences of the key's absence are not reported; problems inside a misspelled table are."""
     text = SMALLEST.replace("[[data.train]]", "[data]\nmax_lenght = 128\n[[data.train]]", 1)
     text += "[training]\ntrain_batch_tokens = 512\nmax_steps = 6.5\n[optimiser]\nlearning_rat = 3\n"
@@ -405,7 +405,7 @@ def test_a_misspelled_key_is_the_only_problem_that_it_makes(tmp_path: Path) -> N
     assert [problem.key for problem in raised.value.problems] == ["data.max_lenght"]
 
 
-def test_other_words_for_a_choice(tmp_path: Path) -> None:
+def test_synonym_of_a_choice_suggests_the_valid_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='Write "sigmoid", which is DPO'):
         load_config(write(tmp_path, SMALLEST), overrides=["task=dpo", "preference.loss_type=dpo"])
 

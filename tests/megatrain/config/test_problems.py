@@ -166,7 +166,7 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in found] == ["line 8", "line 10", "line 12", "--set, `foo` is not KEY=VALUE. Write for example --set learning_rate=2e-5"]  # fmt: skip
 
 
-def test_plain_rows_are_no_preferences(tmp_path: Path) -> None:
+def test_dpo_with_plain_rows_is_refused(tmp_path: Path) -> None:
     (found,) = problems_of(tmp_path, HEAD.replace("sft", "dpo") + 'format = "messages"\n')
     assert found == (
         'line 7: data.train.0.format = "messages", but task = "dpo" trains on rows of preferences: answers to one '
@@ -174,7 +174,7 @@ def test_plain_rows_are_no_preferences(tmp_path: Path) -> None:
     )
 
 
-def test_two_names_for_one_key(tmp_path: Path) -> None:
+def test_setting_a_key_and_its_alias_is_refused(tmp_path: Path) -> None:
     found = problems_of(tmp_path, HEAD + "[optimizer]\nwarmup_ratio = 0.1\nwarmup_steps = 3\n")
     assert found == [
         "line 8: `warmup_ratio` and `optimizer.warmup_steps` are the same key. Keep optimizer.warmup_steps"
@@ -182,7 +182,7 @@ def test_two_names_for_one_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "completion"])
-def test_pretrain_has_no_assistant(tmp_path: Path, train_on: str) -> None:
+def test_pretrain_with_chat_settings_is_refused(tmp_path: Path, train_on: str) -> None:
     text = HEAD.replace("sft", "pretrain") + f'format = "messages"\n[data]\ntrain_on = "{train_on}"\n'
     found = problems_of(tmp_path, text)
     assert len(found) == 2

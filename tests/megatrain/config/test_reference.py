@@ -20,7 +20,7 @@ def test_every_key_is_described(key: str) -> None:
     assert find_keys(key) == ([key], "")
 
 
-def test_a_description_in_full() -> None:
+def test_description_of_max_length_is_complete() -> None:
     found = describe_key("data.max_length")
     assert (found.values, found.default, found.alters) == ("whole number at least 2", "1024", "yes")
     names = {(tool, name) for tool, name, _ in found.other_names}
@@ -72,11 +72,11 @@ def test_result_altering_keys(key: str, what: str) -> None:
         ("[tiers.ram]", ["tiers.ram.size", "tiers.ram.pinned"]),
     ],
 )
-def test_names_that_are_found(name: str, keys: list[str]) -> None:
+def test_find_keys_accepts_names_paths_and_tables(name: str, keys: list[str]) -> None:
     assert find_keys(name)[0] == keys
 
 
-def test_a_last_name_of_several_keys_finds_them_all() -> None:
+def test_shared_leaf_name_finds_all_its_keys() -> None:
     assert {"tiers.gpu.size", "tiers.nvme.size", "tiers.ram.size"} <= set(find_keys("size")[0])
 
 

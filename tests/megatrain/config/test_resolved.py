@@ -114,7 +114,7 @@ def test_a_group_that_is_added(tmp_path: Path) -> None:
         ("cosine", 0, True),
     ],
 )
-def test_training_longer_alters_only_schedules_that_know_the_end(
+def test_more_steps_alter_only_schedules_that_depend_on_max_steps(
     tmp_path: Path, schedule: str, warmup: float, alters: bool
 ) -> None:
     table = (f"lr_scheduler_type={schedule}", f"warmup_steps={warmup}")
@@ -129,7 +129,7 @@ def test_epochs_are_free_if_max_steps_is_set(tmp_path: Path) -> None:
     assert compare(config(tmp_path), now).altering
 
 
-def test_a_key_of_another_optimizer_alters_when_that_is_chosen(tmp_path: Path) -> None:
+def test_keys_of_a_newly_chosen_optimizer_alter_results(tmp_path: Path) -> None:
     before, now = config(tmp_path), config(tmp_path, "optim=sgd", "sgd_momentum=0.5")
     assert {change.key for change in compare(before, now).altering} >= {"optimizer.optim", "optimizer.sgd_momentum"}
 
@@ -140,7 +140,7 @@ def test_a_key_of_another_optimizer_alters_when_that_is_chosen(tmp_path: Path) -
     interval=st.one_of(st.none(), st.floats(1e-3, 1e7)),
     name=st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable()),
 )
-def test_a_config_comes_back_from_its_text(steps: int, learning_rate: float, interval: float | None, name: str) -> None:
+def test_config_round_trips_through_toml(steps: int, learning_rate: float, interval: float | None, name: str) -> None:
     values = {
         "task": "sft",
         "output_dir": "/out",
@@ -157,7 +157,7 @@ def test_a_config_comes_back_from_its_text(steps: int, learning_rate: float, int
     assert not compare(before, again).altering and not compare(before, again).free
 
 
-def test_the_text_needs_no_file(tmp_path: Path) -> None:
+def test_dumped_config_loads_without_the_original_file(tmp_path: Path) -> None:
     before = config(tmp_path, "tiers.nvme.0.path=scratch", "resume_from_checkpoint=other")
     (tmp_path / "run.toml").unlink()
     assert config_from_toml(to_toml(before)) == before
@@ -171,7 +171,7 @@ def test_the_text_needs_no_file(tmp_path: Path) -> None:
         ("seed = 42", "seed = = 42", "this is not TOML: Invalid value"),
     ],
 )
-def test_a_text_of_another_version(tmp_path: Path, old: str, new: str, expected: str) -> None:
+def test_config_of_another_version_gives_a_clear_error(tmp_path: Path, old: str, new: str, expected: str) -> None:
     text = to_toml(config(tmp_path))
     assert text.count(f"\n{old}\n") == 1
     with pytest.raises(ConfigError) as caught:

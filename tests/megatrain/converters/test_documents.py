@@ -121,7 +121,7 @@ def test_dropout_masks_match_hugging_face(rows: Sequence[Sequence[int]], dense: 
     assert dense
 
 
-def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.MonkeyPatch, dense: list[str]) -> None:
+def test_layers_that_modify_their_mask_get_a_dense_mask(monkeypatch: pytest.MonkeyPatch, dense: list[str]) -> None:
     """The layers turn the mask into a bias on scores, so they get a dense mask, and the trace reports it."""
     config = tiny_config("llama")
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -149,7 +149,7 @@ def test_a_model_that_computes_with_its_mask_gets_the_mask(monkeypatch: pytest.M
     assert trace.exact and trace.dense_masks == ("where",)
 
 
-def test_padding_in_front_and_masks_of_another_kind_are_made() -> None:
+def test_left_padding_and_unknown_mask_patterns_get_dense_masks() -> None:
     """Padding after a text needs no dense mask. Padding elsewhere needs one, and so do unrecognized mask patterns."""
     with attention_by_documents():
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -182,7 +182,7 @@ def test_padding_in_front_and_masks_of_another_kind_are_made() -> None:
     assert not masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping and not ALL_ATTENTION_FUNCTIONS._local_mapping
 
 
-def test_a_release_with_other_names_makes_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_transformers_functions_fall_back_to_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(masking_utils, "sliding_window_overlay")
     config, noted = tiny_config("llama"), list[str]()
     expected = train_step(build_model(config), one_by_one(packed_rows()), 3)

@@ -53,7 +53,7 @@ def test_fused_matrices_of_a_family(family: str) -> None:
     assert not [*_fused_warning(graph, OptimizerConfig(optim="muon"))]
 
 
-def test_an_unknown_way_is_a_warning_that_names_muon_exclude() -> None:
+def test_unknown_fused_layout_warning_suggests_muon_exclude() -> None:
     graph = build_graph(tiny_config("zamba2"))
     _, unknown = find_fused(graph)
     assert unknown and all(".in_proj." in name for name in unknown)

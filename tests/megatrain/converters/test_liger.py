@@ -65,7 +65,7 @@ def test_only_modules_of_the_model_are_replaced() -> None:
 
 
 @pytest.mark.usefixtures("liger")
-def test_mlps_that_run_in_pieces_stay_so() -> None:
+def test_tiled_mlps_keep_their_forward() -> None:
     graph = build_graph(tiny_config("llama"))
     tile_mlps(graph, 4)
     apply_liger_kernels(graph.model, include_mlps=False)
@@ -176,7 +176,7 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         trainer("with", 3)
 
 
-def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
+def test_resumed_config_without_the_liger_key_uses_no_kernels(tmp_path: Path) -> None:
     """Its checkpoint is resumed without the kernels if the new config has ``use_liger_kernel = "auto"``."""
     config = config_from_toml(config_text(tmp_path, tmp_path, nvme=0))
     assert config.model.use_liger_kernel == "auto"

@@ -43,7 +43,7 @@ def interpreter() -> None:
 @pytest.mark.skipif(IS_INTERPRETED, reason="starts the process of the others")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(which: str, tmp_path: Path) -> None:
+def test_this_file_passes_in_the_triton_interpreter(which: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, "--timeout=500"]
     command += [f"--basetemp={tmp_path / 'run'}", __file__]
     done = subprocess.run(

@@ -17,7 +17,7 @@ from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
 
 
-def most_held(family: str, length: int, attention: str = "sdpa", **options: bool) -> int:
+def max_held_nbytes(family: str, length: int, attention: str = "sdpa", **options: bool) -> int:
     graph = build_graph(tiny_config(family), attn_implementation=attention, dtype=torch.float32)
     trace = trace_visits(graph, 1, length, torch.float32, **options)
     assert bool(trace.dense_masks) == (options != {"padded": False} and (attention == "eager" or len(options) == 2))
@@ -28,16 +28,16 @@ def most_held(family: str, length: int, attention: str = "sdpa", **options: bool
 @pytest.mark.parametrize("padded", [True, False])
 def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> None:
     """This holds for rows with and without padding, and for models with and without sliding windows."""
-    half = most_held(family, 2048, padded=padded)
-    assert 1.9 * half < most_held(family, 4096, padded=padded) < 2.1 * half < 4096 * 4096
+    half = max_held_nbytes(family, 2048, padded=padded)
+    assert 1.9 * half < max_held_nbytes(family, 4096, padded=padded) < 2.1 * half < 4096 * 4096
 
 
 @pytest.mark.parametrize(("attention", "by_documents"), [("eager", True), ("sdpa", False)])
 def test_attention_memory_is_quadratic_if_a_mask_is_needed(attention: str, by_documents: bool) -> None:
     """Eager attention computes with dense masks, and compiled layers expect masks of one shape."""
     options = {} if by_documents else {"padded": True, "is_compiled": True}
-    half = most_held("llama", 4096, attention, **options)
-    assert 3.5 * half < most_held("llama", 8192, attention, **options) <= 4 * half
+    half = max_held_nbytes("llama", 4096, attention, **options)
+    assert 3.5 * half < max_held_nbytes("llama", 8192, attention, **options) <= 4 * half
 
 
 @pytest.mark.parametrize(("rows", "packing"), [(1, "false"), (2, "false"), (1, "true")])

@@ -31,7 +31,7 @@ WANTED = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forbid_queries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if a plan for another machine queries this one."""
 
     def asked(*args: object, **kwargs: object) -> Any:
@@ -75,7 +75,7 @@ def test_every_machine_figure_names_its_source() -> None:
             assert len(figure.source or figure.estimate or "") > 5, (name, place)
 
 
-def test_a_unified_memory_is_the_gpus_and_ram() -> None:
+def test_unified_memory_is_both_gpu_memory_and_ram() -> None:
     found = find_machine("dgx-spark")
     size = found.file.unified_memory
     assert size is not None and size.nbytes == found.gpu_memory(torch.device("cuda")).total == found.ram.total
@@ -136,7 +136,7 @@ def test_unset_sizes_come_from_the_machine(tmp_path: Path) -> None:
     assert plan.run.tiers.rates == (5e9, 5e9)
 
 
-def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path: Path) -> None:
+def test_weights_read_in_place_use_the_first_drive(tmp_path: Path) -> None:
     """The model folder contains only a config.json, which is enough for a plan."""
     more = '[lora]\nr = 4\ntarget_modules = ["q_proj"]\n[placement]\nweights = ["folder"]\n'
     more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so no block of the model stays there
@@ -147,7 +147,7 @@ def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path:
     assert plan.estimate.seconds["folder"] == plan.traffic["folder->ram"] / rate > 0
 
 
-def test_sizes_that_are_given_are_compared_with_the_machine(tmp_path: Path) -> None:
+def test_explicit_sizes_are_compared_with_the_machine(tmp_path: Path) -> None:
     more = '[tiers.gpu]\nsize = "40GiB"\n[tiers.ram]\nsize = "1TiB"\n'
     path = config_at(tmp_path, drives=3, more=more)
     plan = plan_run(resolve(load_config(path, (), ["tiers.nvme.0.size=5TB"]).config, find_machine("rtx4090-128gb")))
@@ -182,7 +182,7 @@ def test_plan_names_its_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_accepts_a_machine_file_written_by_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # this test may query this machine
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drive = tmp_path / "drive"

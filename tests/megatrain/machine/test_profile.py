@@ -70,7 +70,7 @@ def test_profile_is_stored_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, 
         assert profile_path() == Path("/home/somebody/.cache/megatrain-tier/profile.json")
 
 
-def test_other_machines_and_other_drives_stay(tmp_path: Path) -> None:
+def test_storing_a_profile_keeps_other_machines_and_drives(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     store_profile(make_machine(host="another"), path)
     store_profile(make_machine(), path)
@@ -189,7 +189,7 @@ def test_mounts_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
     assert file_systems.file_system_of(tmp_path, tmp_path / "none").kind == "unknown"
 
 
-def test_age() -> None:
+def test_age_days_is_never_negative() -> None:
     assert profiles.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
     assert profiles.age_days(datetime.now(UTC) + timedelta(days=1)) == 0
 
@@ -235,5 +235,5 @@ def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
     ("total_bytes", "reserve_bytes"),
     [(120 * GiB, 12 * GiB), (20 * GiB, 2 * GiB), (8 * GiB, 2 * GiB), (4 * GiB, 2 * GiB), (2 * GiB, GiB), (0, 0)],
 )
-def test_one_memory_reserve_is_a_tenth_and_at_least_2_gib_or_half(total_bytes: int, reserve_bytes: int) -> None:
+def test_unified_memory_reserve_is_a_tenth_within_limits(total_bytes: int, reserve_bytes: int) -> None:
     assert unified_reserve_bytes(total_bytes) == reserve_bytes

@@ -59,7 +59,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("max_shard_nbytes", [10**9, 20_000], ids=["one_file", "shards"])
-def test_transformers_opens_the_same_bits(
+def test_transformers_loads_bit_identical_weights(
     saved: tuple[PreTrainedModel, Path], tmp_path: Path, max_shard_nbytes: int
 ) -> None:
     model, path = saved
@@ -195,7 +195,7 @@ def test_all_chat_templates_of_a_tokenizer_are_exported(weights: Weights, tmp_pa
         assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
 
 
-def test_memory_is_a_piece_of_a_tensor(weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_converts_tensors_in_pieces(weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
     plain_to = Tensor.to
 
@@ -272,7 +272,7 @@ def test_leftovers_of_a_killed_process_are_removed(weights: Weights, tmp_path: P
     assert not dead.exists()
 
 
-def test_a_flipped_bit_is_found_before_the_folder_gets_its_name(
+def test_flipped_bit_is_found_before_the_export_is_renamed(
     weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = ShardWriter.finish

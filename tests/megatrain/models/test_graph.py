@@ -161,7 +161,7 @@ def test_a_type_without_causal_language_model_is_refused() -> None:
         build_graph(CLIPConfig())
 
 
-def test_a_folder_is_as_good_as_its_config(tmp_path: Path) -> None:
+def test_folder_and_config_give_the_same_layouts(tmp_path: Path) -> None:
     config = tiny_config("qwen3")
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)

@@ -65,12 +65,12 @@ def test_global_random_state_and_skeleton_are_unchanged() -> None:
     assert all(parameter.is_meta for parameter in weights.graph.model.parameters())
 
 
-def test_the_initializer_range_of_the_config_counts() -> None:
+def test_initializer_range_scales_the_initial_weights() -> None:
     narrow, wide = drawn("llama", initializer_range=0.01), drawn("llama", initializer_range=0.5)
     assert 40 < float(wide["lm_head.weight"].std() / narrow["lm_head.weight"].std()) < 60
 
 
-class Unruly(torch.nn.Module):
+class ModuleWithoutInitRule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain = torch.nn.Parameter(torch.ones(4))
@@ -80,6 +80,6 @@ def test_a_parameter_without_any_rule_is_named() -> None:
     model_type, values = FAMILIES["llama"]
     model = build_graph(AutoConfig.for_model(model_type, **values)).model
     with torch.device("meta"):
-        model.add_module("unruly", Unruly())
+        model.add_module("unruly", ModuleWithoutInitRule())
     with pytest.raises(InitializationError, match=r"no rule to initialise unruly\.gain"):
         initialize_tensors(model, {"unruly.gain": torch.empty(4)}, seed=0)

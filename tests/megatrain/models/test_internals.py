@@ -44,7 +44,7 @@ def imported(path: Path) -> Iterator[str]:
             yield f"{modules[node.value.id]}:{node.attr}"
 
 
-def test_all_that_is_used_is_in_the_table() -> None:
+def test_every_internal_in_use_is_in_the_table() -> None:
     found = {name: path for path in SOURCES for name in imported(path)}
     assert {name: path for name, path in found.items() if name not in USED} == {}
     # Private attributes of transformers classes. All other private attributes belong to torch, peft or this project.
@@ -58,12 +58,12 @@ def text() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in SOURCES if path.name != "internals.py")
 
 
-def test_the_table_has_no_more() -> None:
+def test_table_lists_only_internals_in_use() -> None:
     leaves = {name: re.split(r"[:.]", name)[-1] for name in USED}
     assert [name for name, leaf in leaves.items() if not re.search(rf"\b{leaf}\b", text())] == []
 
 
-def test_the_installed_version_has_all() -> None:
+def test_installed_transformers_has_all_internals() -> None:
     assert internals.missing_internals(USED) == []
     check_internals(with_trainer=True)
 

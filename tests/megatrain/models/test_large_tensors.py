@@ -102,7 +102,7 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     assert found["grown"] < ALLOWED_BYTES, found
 
 
-def test_random_weights_in_ranges_have_the_bits_of_whole_tensors(family: str) -> None:
+def test_weights_drawn_in_ranges_are_bit_identical_to_whole_tensors(family: str) -> None:
     graph = build_graph(build_model(family).config)
     weights = Weights(graph)
     weights.fill(lambda layout, views: init_weights(graph.model, layout, views, 3))
@@ -143,7 +143,7 @@ def read_of(tensors: dict[str, Tensor]):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("strides", [(60, 12, 1), (1, 4, 20), (2, 16, 96)])
 @pytest.mark.parametrize("step", [1, 7, 60, 100])
-def test_any_range_of_a_turned_box(strides: tuple[int, ...], step: int) -> None:
+def test_any_range_of_a_strided_region_is_read(strides: tuple[int, ...], step: int) -> None:
     source = torch.arange(600.0)
     box = source.as_strided((4, 5, 3), strides, 5)
     region = Region("source", (4, 5, 3), strides, (15, 3, 1), 5, 0)

@@ -292,7 +292,7 @@ def test_an_index_cannot_point_outside_of_the_folder(shards: Path) -> None:
         load(shards)
 
 
-def test_a_tensor_that_only_the_index_knows_is_named(shards: Path) -> None:
+def test_tensor_listed_only_in_the_index_is_named(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     values = json.loads(index.read_text())
     values["weight_map"]["ghost"] = sorted(shards.glob("*.safetensors"))[0].name
@@ -309,7 +309,7 @@ def test_experts_of_different_shapes_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_missing_folder_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_missing_model_folder_gives_a_specific_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match="is not a folder"):
         read_config(tmp_path / "absent")
 

@@ -61,7 +61,7 @@ def test_a_huge_model_has_larger_parts_and_not_more(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_parameters_in_pieces_are_the_parameters(
+def test_split_parameters_equal_whole_parameters(
     shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = cut(monkeypatch, shapes, 2 * PART_ALIGNMENT_ELEMENTS)

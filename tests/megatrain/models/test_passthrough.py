@@ -79,7 +79,7 @@ def test_a_buffer_keeps_its_dtype_and_bytes(folder: Path) -> None:
     assert after["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_both_names_of_a_tied_weight_come_back(folder: Path) -> None:
+def test_both_names_of_a_tied_weight_are_exported(folder: Path) -> None:
     build_model("llama_tied").save_pretrained(folder)
     before = edit(
         folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
@@ -90,7 +90,7 @@ def test_both_names_of_a_tied_weight_come_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral"])
-def test_names_without_the_prefix_stay_without_it(family: str, folder: Path) -> None:
+def test_export_keeps_names_without_the_prefix(family: str, folder: Path) -> None:
     model = build_model(family)
     model.save_pretrained(folder)
     before = edit(

@@ -78,7 +78,7 @@ def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
         ("int4", ("folder", "emulated GPU")),
     ],
 )
-def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
+def test_run_moves_packed_bytes_and_matches_the_plain_folder(
     tmp_path: Path, method: str, places: tuple[str, ...]
 ) -> None:
     model, plain_model = quantized_pair(tmp_path, method)
@@ -207,7 +207,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path) -> None:
     torch.testing.assert_close(theirs, meant, rtol=0, atol=0)
 
 
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_quantization_is_refused_by_name(tmp_path: Path) -> None:
     quantized, _ = quantized_pair(tmp_path, "fp8")
     with pytest.raises(UnsupportedModelError, match=r"quantized \(.*Train adapters: \[lora\]"):
         build_graph(quantized)
@@ -311,7 +311,7 @@ def test_fused_expert_blocks_match_the_plain_folder(tmp_path: Path, method: str)
         ("int4", "_scale", lambda t: t.fill_(math.inf)),
     ],
 )
-def test_packed_bytes_of_no_finite_number_end_the_run(tmp_path: Path, method: str, part: str, damage: Any) -> None:
+def test_nonfinite_quantized_values_end_the_run(tmp_path: Path, method: str, part: str, damage: Any) -> None:
     """The values are checked when they are read from the folder, whatever the block's home."""
     model, _ = quantized_pair(tmp_path, method)
     tensors = load_file(model / "model.safetensors")

@@ -28,7 +28,7 @@ def by_hand(copies: list[TickCopies], num_ticks: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_counts(seed: int) -> None:
+def test_copy_windows_match_a_direct_count(seed: int) -> None:
     source = random.Random(seed)
     sizes = {f"copy {number}": source.choice([1, 2, 3]) for number in range(source.randint(1, 8))}
 

@@ -52,7 +52,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return planned
 
 
-def _traced_otherwise(plan: Plan, trace: VisitTrace) -> Plan:
+def _with_trace(plan: Plan, trace: VisitTrace) -> Plan:
     return replace(plan, traced=replace(plan.traced, trace=trace))
 
 
@@ -138,7 +138,7 @@ def test_flops_of_a_token_by_hand(plan: Plan) -> None:
 
 
 def test_untraced_flops_are_estimated_from_all_parameters(plan: Plan) -> None:
-    guessed = _traced_otherwise(plan, replace(plan.trace, guesses=("a value was made up",)))
+    guessed = _with_trace(plan, replace(plan.trace, guesses=("a value was made up",)))
     assert flops_per_token(guessed) == 8 * plan.graph.num_parameters
     assert sum(tick_flops(guessed)) == pytest.approx(8 * plan.graph.num_parameters)
 
@@ -214,8 +214,8 @@ def test_unmeasured_rates_are_reported_as_assumed(plan: Plan, tmp_path: Path) ->
     assert "; assumed: launches at 1.05 times what they cost on the CPU; " in said
 
 
-def test_layers_that_no_trace_knows_are_products_alone(plan: Plan, tmp_path: Path) -> None:
-    guessed = _traced_otherwise(plan, replace(plan.trace, guesses=("a value was made up",)))
+def test_untraced_layers_are_timed_by_their_products_alone(plan: Plan, tmp_path: Path) -> None:
+    guessed = _with_trace(plan, replace(plan.trace, guesses=("a value was made up",)))
     found = estimate(guessed, tmp_path, **RATES)
     assert found.seconds["compute"] == pytest.approx(8 * plan.graph.num_parameters * 384 / 1e11)
     assert "host" not in found.seconds and "could not be traced" in found.notes[0]
@@ -238,7 +238,7 @@ def test_step_bound_is_identified(plan: Plan, tmp_path: Path, changes: Mapping[s
     assert any(f"bound by: {bound_by}" in line for line in estimate_lines(found))
 
 
-def test_at_the_crossing_computing_takes_as_long_as_moving(plan: Plan, tmp_path: Path) -> None:
+def test_compute_time_equals_transfer_time_at_the_crossing(plan: Plan, tmp_path: Path) -> None:
     """With T* tokens, compute and updates take as long as the drive, which also moves activations for each token."""
     rates = {"matmul_flops_per_s": {"cpu/float32": 1e12}, "adamw_params_per_s": {"float32": 1e10}}
     found = estimate(plan, tmp_path, **rates)
@@ -352,7 +352,7 @@ def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
     logits = 2 * plan.graph.config.vocab_size * plan.graph.config.hidden_size
     for kept_parts, again in ((1, 3), (3, 1), (4, 0)):
         recompute = replace(plan.program.recompute, kept_parts=kept_parts)
-        other = replace(_traced_otherwise(plan, trace), program=replace(plan.program, recompute=recompute))
+        other = replace(_with_trace(plan, trace), program=replace(plan.program, recompute=recompute))
         assert flops_per_token(other) == pytest.approx(once + logits * again / 4)
 
 
@@ -387,7 +387,7 @@ def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
         assert len(plan.program.recompute.saving_visits) == count
 
 
-def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
+def test_updates_of_gpu_resident_blocks_take_gpu_time(tmp_path: Path) -> None:
     """All blocks are in GPU memory: no bus traffic, no host updates, and the GPU updates after the backward."""
     planned = plan_run(
         resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
@@ -464,9 +464,7 @@ def planned_with(folder: Path, optimizer: str, **tables: str) -> Plan:
         ('optim = "adafactor"', None),
     ],
 )
-def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
-    optimizer: str, touched: int | None, tmp_path: Path
-) -> None:
+def test_memory_bound_optimizers_are_timed_by_their_bytes(optimizer: str, touched: int | None, tmp_path: Path) -> None:
     """Times are scaled from AdamW's 28 bytes per parameter. Optimizers that compute more are not predicted."""
     plan = planned_with(tmp_path, optimizer)
     found = estimate(plan, tmp_path)

@@ -69,7 +69,7 @@ def drives_of(plan: Plan) -> tuple[int, int]:
     return read, written
 
 
-def updated_by(plan: Plan) -> int:
+def num_updated_elements(plan: Plan) -> int:
     """Return the number of fp32 master elements that a rank updates in a step."""
     keys = {use.key for op in tape_of(plan).ops if op.phase == "update" for use in op.uses if use.mode == "rw"}
     return sum(plan.program.blocks[key].num_elements for key in keys if plan.program.blocks[key].kind == "weights")
@@ -134,18 +134,20 @@ def test_seconds_of_drives_and_updates(
         share[here.of(path)] += weight / sum(shape.weights)
     by_drive = {name: busy_s(read * part, written * part, here.drives[name]) for name, part in share.items()}
     assert found["nvme"] == pytest.approx(max(by_drive.values()), rel=1e-6)
-    assert found["optimizer"] == pytest.approx(on_host * updated_by(plan) / here.profile.adamw_params_per_s["float32"])
+    assert found["optimizer"] == pytest.approx(
+        on_host * num_updated_elements(plan) / here.profile.adamw_params_per_s["float32"]
+    )
 
 
 def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -> None:
     """The only extra elements are padding of shards to equal lengths: fewer than 65,536 per rank and layout."""
-    alone = updated_by(plans["one process"])
+    alone = num_updated_elements(plans["one process"])
     for world, (size, _) in WORLDS.items():
         padding = size * 65_536 * len(plans[world].graph.layouts)
-        assert alone <= size * updated_by(plans[world]) < alone + padding, world
+        assert alone <= size * num_updated_elements(plans[world]) < alone + padding, world
 
 
-def occasions_of(
+def expected_occasion_bytes(
     plan: Plan, here: Machine, names: Sequence[str]
 ) -> Iterator[tuple[OutsideTraffic, dict[str, list[float]]]]:
     """Yield each occasion (start, checkpoint, export) with the bytes that it should read and write on each drive."""
@@ -187,7 +189,7 @@ def test_seconds_of_start_checkpoint_and_export(
     if not model.exists():
         model.symlink_to(plan.run.model.folder)
     run = replace(plan.run, output_dir=folder / "out", model=replace(plan.run.model, folder=str(model)))
-    found = list(occasions_of(replace(plan, run=run), here, names))
+    found = list(expected_occasion_bytes(replace(plan, run=run), here, names))
     assert [occasion.name for occasion, _ in found] == ["start", "checkpoint", "export"]
     for occasion, moved in found:
         wanted = max(busy_s(*nbytes, here.drives[name]) for name, nbytes in moved.items())

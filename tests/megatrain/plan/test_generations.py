@@ -81,7 +81,7 @@ def refused(folder: Path, size: str, *overrides: str, **tables: str) -> DoesNotF
         (4, "7MiB"),
     ],
 )
-def test_every_size_that_is_named_is_the_smallest_that_does(tmp_path: Path, limit: int, ram: str) -> None:
+def test_every_size_in_the_error_is_the_minimum(tmp_path: Path, limit: int, ram: str) -> None:
     tables = {"ram": ram, "placement": ON_DRIVE if ram == "256MiB" else ""}
     error = refused(tmp_path, "4KiB", f"save_total_limit={limit}", **tables)
     named = [int(size) for size in re.findall(r"(?:needs at least|would need) (\d+) \(", str(error))]
@@ -107,7 +107,7 @@ def test_tight_drive_sheds_blocks_with_several_generations(tmp_path: Path) -> No
     assert 7 * MiB < tight.totals["ram"] <= 8 * MiB, "blocks that left the drive are there now"
 
 
-def test_a_run_may_use_the_room_of_its_own_checkpoints_again(tmp_path: Path) -> None:
+def test_space_of_own_checkpoints_counts_as_available(tmp_path: Path) -> None:
     text = config_text(tmp_path, EXAMPLES / "quickstart" / "model").replace('size = "256MiB"\n', 'size = "auto"\n')
     (tmp_path / "run.toml").write_text(text)
     config = load_config(tmp_path / "run.toml").config

@@ -123,7 +123,7 @@ SLOW = (
     [pytest.param(row, id=row.name) for row in IN_CI]
     + [pytest.param(row, id=row.name, marks=pytest.mark.slow) for row in SLOW],
 )
-def test_a_headline_is_a_plan(row: Headline, tmp_path: Path) -> None:
+def test_headline_row_matches_its_plan(row: Headline, tmp_path: Path) -> None:
     found = row.found(tmp_path)
     if row.waits_for:
         assert "refused" in found, f"it fits now: take `waits_for` ({row.waits_for}) out of this row"

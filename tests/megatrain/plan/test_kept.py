@@ -90,7 +90,7 @@ def test_copies_come_before_graphs(tmp_path: Path) -> None:
     assert plan.placement.working_bytes["ram"] and not plan.program.recompute.kept_graphs
 
 
-def test_a_number_of_layers(tmp_path: Path) -> None:
+def test_recompute_none_with_a_number_keeps_the_last_layers(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]', training='recompute = "none:3"')
     assert plan.program.recompute.kept_graphs == {2, 3, 4, 5}  # including the final norm
     assert are_weights_resident(plan.graph, plan.trace, plan.program, plan.placement.homes)
@@ -187,7 +187,7 @@ def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> N
         assert (again == 0) == (not saving)
 
 
-def test_results_that_would_move_are_left_to_measured_rates(tmp_path: Path) -> None:
+def test_results_are_not_saved_next_to_moving_blocks_without_rates(tmp_path: Path) -> None:
     streamed = {"nvme": 1, "placement": 'optimizer = ["nvme"]'}
     assert not make_plan(tmp_path, **streamed).program.recompute.saving_visits
     plan = make_plan(tmp_path, training='recompute = "selective:2"', **streamed)
@@ -208,7 +208,7 @@ def test_saved_results_that_do_not_fit_are_refused_with_a_remedy(tmp_path: Path)
     assert enough.program.recompute.saved_results == {1, 2, 3, 4}
 
 
-def test_saved_results_are_no_work_of_the_hardware(tmp_path: Path) -> None:
+def test_saved_results_reduce_hardware_flops(tmp_path: Path) -> None:
     full, saved = (make_plan(tmp_path, training=f'recompute = "{choice}"') for choice in ("full", "selective"))
     tokens = {"num_positions": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
     less = (
@@ -224,7 +224,7 @@ def test_saved_results_are_no_work_of_the_hardware(tmp_path: Path) -> None:
     assert flops_per_token(full) - flops_per_token(saved) == pytest.approx(computed / saved.trace.num_tokens)
 
 
-def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
+def test_kept_graphs_shorten_the_estimate_by_their_recompute(tmp_path: Path) -> None:
     machine = MachineProfile(
         host=platform.node(),
         cpu=cpu_name(),

@@ -194,7 +194,7 @@ def test_unmounted_drive_is_refused(write: Write, tmp_path: Path, monkeypatch: p
     assert note.kind == "note" and "/etc/fstab has a drive for /mnt" in note.text
 
 
-def test_mounts_that_the_system_should_have(tmp_path: Path) -> None:
+def test_unmounted_fstab_entries_are_found(tmp_path: Path) -> None:
     table = tmp_path / "fstab"
     point = tmp_path / "big drive"
     escaped = str(point).replace(" ", "\\040")

@@ -72,7 +72,7 @@ def planned(path: Path, *changes: str) -> Plan:
         {"optimizer": 'optim = "sgd"'},
     ],
 )
-def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None:
+def test_every_tick_is_timed(tables: dict[str, str], write: Write) -> None:
     plan = planned(write(**tables))
     ticks = measure_ticks(plan, budget_s=0.0)
     assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
@@ -80,7 +80,7 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
     assert ticks.is_extrapolated == (ticks.num_micro_batches < plan.run.batch.num_micro_batches)
 
 
-def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_steps_compute_real_losses_and_gradients(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are near the loss of a random guess, and the gradient norms are nonzero.
 
     The kernels are compiled before the first step. A slow first update would reduce the number of timed micro-batches.
@@ -175,7 +175,7 @@ def test_kept_graphs_are_timed_with_shared_weight_memory(write: Write, optim: st
 
 
 @pytest.mark.parametrize("replayed_s", [7.5, None])
-def test_a_timed_plan_has_the_places_of_the_plan(
+def test_timed_plan_has_the_same_placement(
     replayed_s: float | None, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan's step time is the time of the replay, or unknown if the machine's rates are unknown."""

@@ -67,7 +67,9 @@ def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drive", [2e7, 5e8, 1e10])
-def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_share_is_faster_with_measurements(
+    drive: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=drive))
     plan = make_plan(tmp_path, "10MiB")
     rates = measured_rates(plan)
@@ -78,7 +80,7 @@ def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monk
     assert min(steps_s) <= simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / WORTHWHILE
 
 
-def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
+def test_minimum_ram_size_still_fits(tmp_path: Path) -> None:
     need = 5500 * 1024
     assert 0.9 * need < make_plan(tmp_path, f"{need}B").totals["ram"] <= need
 

@@ -57,7 +57,7 @@ def planned(
     return plan_run(resolve(load_config(path).config, find_machine(machine) if machine else THIS_MACHINE), like=like)
 
 
-def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
+def test_cpu_only_work_is_not_counted(tmp_path: Path) -> None:
     """Each weight gradient takes one launch, attention one for all documents, and cross entropy one kernel."""
     on_cpu, products = planned(tmp_path, "cpu-server-512gb"), 0
     add = GradientAccumulator._add_matmul
@@ -67,13 +67,13 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
         products += 1
         add(self, *args, **options)
 
-    def of_the_cpu(*args: Any) -> None:
+    def fail_on_cpu_work(*args: Any) -> None:
         raise AssertionError("as the CPU does it")
 
     with (
         mock.patch.object(GradientAccumulator, "_add_matmul", counted),
-        mock.patch.object(weight_gradients, "_multiply_chunked", of_the_cpu),
-        mock.patch.object(documents, "_attend_documents", of_the_cpu),
+        mock.patch.object(weight_gradients, "_multiply_chunked", fail_on_cpu_work),
+        mock.patch.object(documents, "_attend_documents", fail_on_cpu_work),
     ):
         on_gpu = planned(tmp_path, "h200-1.5tb")
     assert on_gpu.trace.exact and not on_gpu.trace.uncounted_ops
@@ -90,7 +90,7 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     assert num_parts == 16 and 5 * num_parts <= there["head"].launches <= 6 * num_parts + 20
 
 
-def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -> None:
+def test_trace_is_reused_only_for_the_same_micro_batch_shape(tmp_path: Path) -> None:
     like, alone = planned(tmp_path, "h200-1.5tb"), planned(tmp_path, "h200-1.5tb", rows=2 * ROWS)
     plan = planned(tmp_path, "h200-1.5tb", rows=2 * ROWS, like=like)
     assert plan.graph is like.graph and plan.trace == alone.trace != like.trace

@@ -62,7 +62,7 @@ def test_a_rank_has_its_share_of_blocks_and_of_the_host(config: Path) -> None:
     assert ranked.traffic["ram->ranks"] == ranked.traffic["ranks->ram"] == 4 * (gathered + exchanged)
 
 
-def test_one_process_on_each_host_moves_all_of_it_over_the_network(config: Path) -> None:
+def test_one_rank_per_host_moves_all_rank_traffic_over_the_network(config: Path) -> None:
     plan, here = plan_of(config, 2, num_hosts=2), plan_of(config, 2)
     assert "ram->ranks" not in plan.traffic
     moved = plan.traffic["ram->hosts"]
@@ -137,7 +137,9 @@ def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) 
         assert plan.placement.peak_bytes("ram") == plan.budgets["ram"] == room_bytes
 
 
-def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimum_ram_of_a_rank_does_not_grow_with_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The minimum has space for full copies and sums of one part, so it does not grow with the vocabulary."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", 1 << 20)
     least: list[int] = []

@@ -91,7 +91,7 @@ def test_only_effective_remedies_are_named(path: Path) -> None:
     assert changes[0] == 'precision.grad_dtype = "bfloat16"', "a single micro-batch is not summed"
 
 
-def test_the_command_names_them(path: Path) -> None:
+def test_plan_command_prints_the_remedies(path: Path) -> None:
     result = CliRunner().invoke(command_group(), ["plan", str(path)])
     assert result.exit_code == 3
     assert "Remedies: precision.grad_dtype" in result.stderr.replace("\n", " ")
@@ -179,7 +179,7 @@ def test_123b_with_exact_clipping_needs_a_remedy(mistral_large: Path) -> None:
     assert on_drive["gradients"] > 0 == on_drive["weights"] + on_drive["optimizer"], "what no checkpoint holds"
 
 
-def test_micro_batches_one_after_the_other_are_a_way(path: Path) -> None:
+def test_sequential_micro_batches_are_a_remedy(path: Path) -> None:
     """RAM has no space for the activations that all micro-batches of a step pass between layers."""
     several = "training.gradient_accumulation_steps=16"
     error = refused(path, several)

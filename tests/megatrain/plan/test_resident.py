@@ -103,7 +103,7 @@ def test_every_chosen_move_saves_its_estimate(form: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_state_never_comes_without_its_weights(form: str, tmp_path: Path) -> None:
+def test_optimizer_state_is_resident_only_with_its_weights(form: str, tmp_path: Path) -> None:
     program = make_plan(tmp_path, **FORMS[form]).program
     total = sum(block.nbytes for block in program.blocks.values())
     for share in (0.1, 0.3, 0.5, 0.8):
@@ -116,7 +116,7 @@ def test_state_never_comes_without_its_weights(form: str, tmp_path: Path) -> Non
                 assert (program.tick_tier(tick, homes) == "gpu") == (state == {"gpu"})
 
 
-def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> None:
+def test_shared_gradient_blocks_move_with_the_first_group(tmp_path: Path) -> None:
     """A visit runs between a backward and its update, so a gradient with another home would be moved away and back."""
     program = make_plan(tmp_path, optimizer=NO_CHECKS).program
     blocks = program.blocks.values()
@@ -140,7 +140,7 @@ def test_update_scratch_in_ram_can_prioritize_groups(tmp_path: Path) -> None:
     assert {"weights", "optimizer"} <= kinds[1]
 
 
-def test_the_same_plan_every_time(tmp_path: Path) -> None:
+def test_planning_is_deterministic(tmp_path: Path) -> None:
     first, again = (make_plan(tmp_path, gpu="12MiB") for _ in range(2))
     assert first.placement == again.placement
 

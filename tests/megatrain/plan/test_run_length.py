@@ -26,7 +26,7 @@ def write(folder: Path, **tables: Any) -> Path:
     return path
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_run_length_counts_steps_tokens_and_written_bytes(tmp_path: Path) -> None:
     path = write(tmp_path, ram="7MiB", placement='optimizer = ["nvme"]', training="max_steps = 450")
     config = load_config(path, (), ["tiers.nvme.0.max_written=1GB", "tiers.nvme.1.max_written=1GB"]).config
     plan = plan_run(resolve(config))

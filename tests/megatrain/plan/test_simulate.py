@@ -75,7 +75,7 @@ def test_with_a_fast_drive_a_step_is_its_computing(tmp_path: Path) -> None:
     assert step.step_s == pytest.approx(step.compute_s, rel=1e-3)
 
 
-def test_more_room_hardly_ever_costs_time(tmp_path: Path) -> None:
+def test_more_ram_never_slows_a_step_noticeably(tmp_path: Path) -> None:
     seconds = [
         simulate_step(make_plan(tmp_path, placement=ALL_NVME, ram=ram), TOKENS, rates()).step_s
         for ram in ("5500KiB", "8MiB", "16MiB")
@@ -84,7 +84,7 @@ def test_more_room_hardly_ever_costs_time(tmp_path: Path) -> None:
         assert 0.9 * less_room < more_room <= 1.02 * less_room
 
 
-def test_in_ram_nothing_stalls(tmp_path: Path) -> None:
+def test_step_in_ram_has_no_stalls(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, nvme=0)
     step = simulate_step(plan, TOKENS, rates())
     assert step.step_s == step.compute_s and not step.stall_s

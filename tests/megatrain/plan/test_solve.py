@@ -60,7 +60,7 @@ READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
 
 
 @pytest.mark.parametrize(("ram", "fits"), [(199, False), (200, True)])
-def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, fits: bool) -> None:
+def test_last_tick_and_first_tick_of_the_next_step_are_neighbors(ram: int, fits: bool) -> None:
     """The two largest neighboring ticks are the last of one step and the first of the next."""
     tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int, links=LINKS)]
     settled = PlacementSolver(READS, tiers, DRIVE).assign()

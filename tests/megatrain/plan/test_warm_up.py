@@ -57,7 +57,7 @@ def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimiz
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_formats_of_the_run(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_uses_the_formats_of_the_run(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan, host, device = watched_plan(tmp_path, precision=f'grad_dtype = "{dtype}"')
     others: list[tuple[Any, ...]] = []
     for owner, name in ((clip, "warm_up"), (stepping, "warm_up_norm"), (device_kernels, "warm_up")):

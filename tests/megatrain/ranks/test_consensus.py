@@ -39,7 +39,7 @@ def test_single_process_reads_its_signals() -> None:
     assert consensus.must_stop and consensus.must_save_now and consensus.is_hung_up and consensus.agree_to_stop()
 
 
-def test_ranks_stop_when_all_know_of_it() -> None:
+def test_ranks_stop_once_all_know_of_the_request() -> None:
     group = Group(is_single=False)
     consensus, signals = consensus_of(group)
     signals.stop_requested = True

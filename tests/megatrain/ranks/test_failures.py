@@ -146,6 +146,6 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
         wait_until(lambda: all(map(is_gone, pids)))
 
 
-def test_a_run_that_ends_well_and_notices(tmp_path: Path) -> None:
+def test_notices_of_a_successful_run_are_printed(tmp_path: Path) -> None:
     code, out, err = launch(3, tmp_path, "2:notice")
     assert (code, out, err) == (0, "rank 2: the drive is full\n", "")

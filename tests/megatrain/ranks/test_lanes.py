@@ -43,7 +43,7 @@ def test_left_half_is_a_power_of_two(num_lanes: int, expected: int) -> None:
     assert split(3, 3 + num_lanes) == 3 + expected
 
 
-def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
+def test_adding_lanes_in_order_gives_the_sums_of_own_subtrees() -> None:
     """The sums are strings that record the order of additions, for all numbers of lanes and ranks."""
 
     def add(left: str, right: str) -> str:

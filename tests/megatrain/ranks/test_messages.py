@@ -41,7 +41,7 @@ def test_plain_values_come_back_with_their_types(tree: object) -> None:
     assert repr(type(found)) == repr(type(tree))
 
 
-def test_numbers_that_json_has_no_words_for() -> None:
+def test_nonfinite_numbers_and_negative_zero_round_trip() -> None:
     nan, infinity = decode(encode([math.nan, -math.inf]))
     assert math.isnan(nan)
     assert infinity == -math.inf
@@ -64,7 +64,7 @@ def test_tensors_and_arrays_keep_their_bits(dtype: torch.dtype, shape: tuple[int
     other[...] = 1  # the array is writable
 
 
-def test_records_paths_and_errors_of_the_project() -> None:
+def test_project_records_paths_and_errors_round_trip() -> None:
     best = BestEvaluation("loss", 0.25, 7, num_worse=1)
     assert decode(encode({"best": (best, Path("a/b"))})) == {"best": (best, Path("a/b"))}
     error = decode(encode(WorldError("no port")))

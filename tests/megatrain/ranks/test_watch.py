@@ -47,7 +47,7 @@ def test_only_rank_0_waits_for_the_others_to_leave(rank: int, waits: int, monkey
     assert len(slept) == waits and store.check([f"gone/{rank}"])
 
 
-def test_a_message_is_whole_although_the_sender_polls_for_messages() -> None:
+def test_large_message_arrives_whole_after_a_nonblocking_receive() -> None:
     here, there = map(LauncherConnection, socket.socketpair())
     assert here.receive(0.0) == []
     sender = threading.Thread(target=here.send, kwargs={"text": "x" * 4_000_000})  # more than the socket's buffer holds

@@ -38,7 +38,7 @@ def test_ranks_of_torchrun_and_srun() -> None:
     assert rendezvous_address({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "77"}) == ("h", 77)
 
 
-def test_without_ranks() -> None:
+def test_environment_without_ranks_is_a_single_process() -> None:
     """A Slurm batch script has its job's variables, but it is not a rank."""
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}
     for environment in ({}, batch, {"RANK": "0"}):

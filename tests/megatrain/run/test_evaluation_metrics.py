@@ -24,7 +24,7 @@ def observers() -> Any:
     return cli_module("observers")
 
 
-def test_the_line() -> None:
+def test_evaluation_line_has_the_documented_format() -> None:
     line = "eval  held_out at step 400: loss 1.2734, perplexity 3.57 (12,345 tokens in 8.1 s)"
     assert format_evaluation(metrics()) == line
     stream = io.StringIO()

@@ -75,7 +75,7 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         assert folder.dead_owner is None
 
 
-def test_a_folder_that_another_run_took_is_unlocked_once(tmp_path: Path) -> None:
+def test_lock_of_a_taken_over_folder_is_released_once(tmp_path: Path) -> None:
     """A second release would truncate and close a file that has reused the lock's file descriptor."""
     path = tmp_path / "out"
     with RunFolder(path) as folder:
@@ -110,7 +110,7 @@ def test_lock_name_matches_the_store() -> None:
     assert LOCK_NAME == locks.LOCK_NAME
 
 
-def test_a_folder_of_a_run_that_never_began_goes(tmp_path: Path) -> None:
+def test_folder_of_a_run_that_never_started_is_removed(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "a/b/c") as folder:
         StatusWriter(folder.path).set_state("starting")
         assert (tmp_path / "a/b/c/status.json").exists()
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         pass
 
 
-def test_a_look_at_the_lock_does_not_keep_a_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_retries_a_briefly_held_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, refused = locks.lock_directory, []
 
     def refuse_once(path: Path) -> locks.DirectoryLock:
@@ -191,7 +191,9 @@ def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("error", "step"), [(errno.ENOSPC, 2), (errno.EIO, 1)])
-def test_a_full_drive_is_no_failure(error: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_status_write_does_not_fail_the_run(
+    error: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a full drive, the existing status file is overwritten in place. On a broken drive, it stays unchanged."""
 
     def refuse(source: object, target: object) -> None:
@@ -206,7 +208,7 @@ def test_a_full_drive_is_no_failure(error: int, step: int, tmp_path: Path, monke
         assert sorted(os.listdir(tmp_path)) == ["LOCK", "status.json"]
 
 
-def test_the_writer_follows_a_run(tmp_path: Path) -> None:
+def test_status_writer_records_the_states_of_a_run(tmp_path: Path) -> None:
     def status() -> RunStatus:
         found = read_status(tmp_path)
         assert found is not None
@@ -253,7 +255,7 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
     ],
 )
-def test_how_it_failed_is_kept(tmp_path: Path, error: BaseException, state: str, message: str) -> None:
+def test_status_records_why_a_run_failed(tmp_path: Path, error: BaseException, state: str, message: str) -> None:
     (tmp_path / "metrics.jsonl").touch()
 
     def run() -> None:
@@ -285,7 +287,7 @@ def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
     assert (starting(4).step, starting(4).checkpoint_step, starting(4).checkpoint_at) == (7, 4, None)
 
 
-def test_news_from_a_signal_handler_do_not_wait_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_from_a_signal_handler_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may arrive while the status file is being written."""
     real = os.replace
     with RunFolder(tmp_path) as folder:
@@ -345,7 +347,7 @@ def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_pa
         bystander.kill()
 
 
-def test_looking_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_status_queries_import_no_heavy_packages(tmp_path: Path) -> None:
     script = f"""
 import sys
 from megatrain.base.owner import *

@@ -92,7 +92,7 @@ def test_resumed_run_keeps_earlier_evaluations(folder: Path) -> None:
     assert status is not None and status.evaluations["val"]["step"] == 4
 
 
-def test_other_rows_kept_are_other_data(folder: Path) -> None:
+def test_changed_val_size_counts_as_changed_data(folder: Path) -> None:
     run(folder)
     from megatrain.checkpoint.resume import ConfigChangedError
 

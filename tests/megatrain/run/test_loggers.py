@@ -72,13 +72,13 @@ def test_report_to_is_a_name_or_a_list(value: str, names: tuple[str, ...], make_
     assert config_from_toml(to_toml(config)).logging.report_to == names
 
 
-def test_jsonl_is_the_default_and_none_is_nothing(make_config: Any) -> None:
+def test_default_logger_is_jsonl_and_none_disables_loggers(make_config: Any) -> None:
     assert make_config().logging.report_to == ("jsonl",)
     assert make_loggers(resolve_logging(make_config('report_to = "none"')), None) == []
     assert make_loggers(resolve_logging(make_config("report_to = []")), None) == []
 
 
-def test_an_unknown_place_is_refused(make_config: Any) -> None:
+def test_unknown_report_to_is_refused(make_config: Any) -> None:
     with pytest.raises(ConfigError, match=r"logging\.report_to"):
         make_config('report_to = ["jsonl", "visdom"]')
 
@@ -167,7 +167,7 @@ def test_a_tracker_that_fails_is_reported_and_given_up(
     assert len(notices) == 2
 
 
-def test_one_run_at_a_tracker_over_all_starts_and_no_point_twice(make_config: Any, recorder: type[Recorder]) -> None:
+def test_resumed_run_continues_its_tracker_run_without_duplicates(make_config: Any, recorder: type[Recorder]) -> None:
     config = make_config('report_to = ["mlflow"]\nproject = "whales"')
     for continued_from, first, last in ((None, 1, 5), (3, 4, 6), (None, 1, 2)):
         with make_loggers(resolve_logging(config), continued_from)[0] as log:
@@ -188,7 +188,7 @@ def test_nonfinite_figures_are_omitted(make_config: Any, recorder: type[Recorder
     assert recorder.runs[0].steps == [("train/grad_norm", 1)]
 
 
-def test_curves_of_tensorboard_are_not_doubled(make_config: Any) -> None:
+def test_resumed_tensorboard_curves_have_no_duplicates(make_config: Any) -> None:
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     config = make_config('report_to = ["tensorboard"]')
     with warnings.catch_warnings():  # tensorboard uses deprecated features of numpy and protobuf

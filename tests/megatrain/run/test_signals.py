@@ -51,7 +51,7 @@ def test_stop_interrupts_a_stuck_run_at_once() -> None:
             send(signal.SIGTERM)
 
 
-def test_a_stop_after_a_closed_terminal_is_the_second_only_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_right_after_sighup_is_not_a_second_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     with RunSignals(stops_after_step=True) as heard:
         send(signal.SIGHUP)
         send(signal.SIGTERM)  # a session that ends sends both signals
@@ -90,7 +90,7 @@ class _EndsWithASignal:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_stop_that_a_destructor_drops_is_raised_after_the_step() -> None:
+def test_interrupt_lost_in_a_destructor_is_raised_after_the_step() -> None:
     """Python discards a ``KeyboardInterrupt`` that a signal handler raises inside a destructor."""
     with RunSignals(stops_after_step=False) as heard:
         heard.reraise_interrupt()  # no signal yet

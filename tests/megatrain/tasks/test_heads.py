@@ -157,7 +157,7 @@ def losses(told: list[dict[str, Any]]) -> list[float]:
     return [line["loss"] for line in told]
 
 
-def test_a_run_has_the_same_bits_anywhere_and_its_folder_opens(folder: Path) -> None:
+def test_run_is_bit_identical_in_any_tier_and_its_folder_loads(folder: Path) -> None:
     rows = write()
     told = train("in_ram")
     assert losses(train("on_drive", *ON_DRIVE)) == losses(told)

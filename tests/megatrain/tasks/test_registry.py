@@ -13,7 +13,7 @@ from megatrain.tasks.registry import task_class
 from megatrain.tasks.table import TASK_FACTS, TaskFacts, TaskName
 
 
-def test_all_tasks_are_made_and_have_a_first_config() -> None:
+def test_every_task_name_has_its_class() -> None:
     assert set(TASK_FACTS) == set(get_args(TaskName))
     for name, facts in TASK_FACTS.items():
         assert task_class(name).__name__ == facts.class_path.partition(".")[2]

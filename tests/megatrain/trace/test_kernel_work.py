@@ -116,13 +116,13 @@ def copied(out_ptr: Any, rows_ptr: Any) -> None:
     triton.language.store(out_ptr, triton.language.load(rows_ptr))
 
 
-def unneeded_products(*, is_told: bool) -> set[str]:
+def unneeded_products(*, reports_launches: bool) -> set[str]:
     """Return the weights of unneeded products in a unit that is like a first layer with adapters only in its MLP.
 
     In such a layer, autograd saves the norm's output, but not its input.
 
     Args:
-        is_told: Whether kernel launches are reported to the record of uses.
+        reports_launches: Whether kernel launches are reported to the record of uses.
     """
     weight, adapter = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
     uses = ProductUses({id(weight): "weight"}, count_flops)
@@ -138,7 +138,7 @@ def unneeded_products(*, is_told: bool) -> set[str]:
         return stream + functional.linear(normed, adapter)
 
     def book(work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
-        if is_told:
+        if reports_launches:
             uses.record_launch(tensors)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -148,5 +148,5 @@ def unneeded_products(*, is_told: bool) -> set[str]:
 
 
 def test_products_read_by_a_needed_kernel_are_needed() -> None:
-    assert unneeded_products(is_told=True) == set()
-    assert unneeded_products(is_told=False) == {"weight"}, "skipped if the launch is not reported"
+    assert unneeded_products(reports_launches=True) == set()
+    assert unneeded_products(reports_launches=False) == {"weight"}, "skipped if the launch is not reported"

@@ -30,7 +30,7 @@ from oracles.image_models import FAMILIES, make_folder
 
 
 @contextmanager
-def backwards_counted() -> Iterator[list[int]]:
+def record_backwards() -> Iterator[list[int]]:
     """Yield a list that records the index of each visit whose backward runs."""
     found: list[int] = []
     backward = UnitVisit.backward
@@ -47,9 +47,9 @@ def traced(
     graph: Any, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 12), **options: Any
 ) -> tuple[VisitTrace, VisitTrace, int]:
     """Return the trace, the trace that runs every layer, and the number of backwards that the first one skipped."""
-    with backwards_counted() as some:
+    with record_backwards() as some:
         trace = trace_visits(graph, *shape, dtype, **options)
-    with mock.patch.object(RepeatedLayers, "find", return_value=None), backwards_counted() as every:
+    with mock.patch.object(RepeatedLayers, "find", return_value=None), record_backwards() as every:
         whole = trace_visits(graph, *shape, dtype, **options)
     assert set(some) <= set(every)
     return trace, whole, len(every) - len(some)
@@ -125,7 +125,7 @@ def test_repeated_layers_match_for_image_models(
     assert num >= left_out or images == "frozen"
 
 
-def test_one_layer_of_many_is_run() -> None:
+def test_only_one_of_many_equal_layers_is_run() -> None:
     config = tiny_config("llama", num_hidden_layers=6)
     check(config, 5)
     # The first layer also runs, because it computes no gradient for the embedding.

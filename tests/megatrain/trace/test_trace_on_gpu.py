@@ -149,7 +149,7 @@ def test_allocations_of_other_attention_backwards() -> None:
     )  # type: ignore[union-attr]
 
 
-def test_rows_of_several_lengths_in_one() -> None:
+def test_flash_attention_flops_of_packed_rows_of_different_lengths() -> None:
     query, key = (torch.empty(1000, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
     starts = torch.tensor([0, 300, 1000])
     forward = (query, key, key, starts, starts, 700, 700)
@@ -250,7 +250,7 @@ def test_failing_flop_formula_does_not_fail_the_plan(monkeypatch: pytest.MonkeyP
     assert step_flops(trace, num_positions=64, num_real_tokens=64, num_trained_tokens=64) == StepFlops(0, 0)
 
 
-def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_error_is_raised_instead_of_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     count = CountingMode._count_storage
 
     def failing(ledger: CountingMode, tensor: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_with_1_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make torch report a GPU with 1 GiB of memory (unless there is one), without Liger's kernels installed."""
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: False)  # they only run on a GPU
     if not torch.cuda.is_available():
@@ -274,7 +274,7 @@ def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(is_integrated=0))
 
 
-@pytest.mark.usefixtures("gpu_of_a_gib")
+@pytest.mark.usefixtures("gpu_with_1_gib")
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_command_reports_if_the_plan_is_exact(is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu="256MiB", nvme=0)
@@ -301,7 +301,7 @@ def test_command_reports_if_the_plan_is_exact(is_exact: bool, tmp_path: Path, mo
     assert MiB < next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] < 4 * MiB
 
 
-@pytest.mark.usefixtures("gpu_of_a_gib")
+@pytest.mark.usefixtures("gpu_with_1_gib")
 @pytest.mark.parametrize(
     ("num_failing", "size", "refuses"), [(4, "", True), (4, "60%", False), (3, "", False)], ids=["all", "sized", "some"]
 )

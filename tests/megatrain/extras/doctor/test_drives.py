@@ -19,7 +19,7 @@ def size_on_disk(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def test_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drive_measurement_stays_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     read_and_write = TierProbe.read_and_write
 
@@ -111,7 +111,7 @@ def pages(folder: Path) -> list[bytes]:
     return [contents[start : start + 4096] for contents in found for start in range(0, len(contents), 4096)]
 
 
-def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: Path) -> None:
+def test_benchmark_pages_are_unique_and_incompressible(tmp_path: Path) -> None:
     """Otherwise drives and file systems that compress or deduplicate pages would seem faster than they are."""
     written: list[set[bytes]] = []
     with TierProbe(tmp_path / "tier", 16 * MiB) as tier:

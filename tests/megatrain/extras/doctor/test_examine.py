@@ -28,7 +28,7 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_brief")
-def test_an_examination_and_its_profile(tmp_path: Path) -> None:
+def test_profile_has_the_rates_measured_by_examine(tmp_path: Path) -> None:
     told: list[str] = []
     seen = examine.examine([tmp_path], quick=True, on_progress=told.append)
     assert os.listdir(tmp_path) == []
@@ -59,7 +59,7 @@ def test_paths_are_looked_at_before_anything_is_measured(tmp_path: Path, monkeyp
     assert max(drives.QUICK.span_bytes, drives.FULL.span_bytes) <= 512 * MiB
 
 
-def test_the_processor() -> None:
+def test_processor_measurement_gives_positive_rates() -> None:
     threads = KernelThreads(1)
     found = measure_processor(span_bytes=8 * MiB, seconds=0.0, threads=threads)
     assert found.num_threads == 1
@@ -148,7 +148,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_a_gpu() -> None:
+def test_gpu_measurement_gives_plausible_rates() -> None:
     found = measure_gpu(seconds=0.1)
     assert found is not None
     assert found.is_pinned

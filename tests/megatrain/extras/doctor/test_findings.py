@@ -116,7 +116,7 @@ def test_drives(changes: dict[str, object], severity: str, seen: str, advice: st
     assert advice in finding.advice
 
 
-def test_a_motor_is_named() -> None:
+def test_slow_rotational_drive_is_called_a_hard_disk() -> None:
     slow = replace(DRIVE, tier=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB))
     assert "hard disk" in only(list(drive_findings([replace(slow, is_rotational=True)]))).seen
     # virtual disks also claim to rotate, so a fast one is no problem

@@ -32,7 +32,7 @@ def test_no_cost_is_negative() -> None:
     assert np.array(found)[[0, 2, 3]] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_short_phase_says_as_much_as_a_long_one() -> None:
+def test_short_and_long_phases_have_equal_weight() -> None:
     """If a short and a long phase imply different costs, the fitted cost lies between the two."""
     [cost] = fit_costs([(1.0, [1e9]), (2e-3, [1e6])])
     assert cost == pytest.approx(1.2e-9)  # least squares of 1e9 c - 1 and 0.5e9 c - 1
@@ -49,7 +49,7 @@ def test_attention_counts_the_pairs_that_a_causal_kernel_computes() -> None:
 
 
 @pytest.mark.slow
-def test_this_machine() -> None:
+def test_measured_layer_rates_are_plausible() -> None:
     found = measure_layers(seconds=0.0)
     assert 1e9 < found.matmul_flops["float32"] < 1e14 and 1e2 < found.launches_per_s < 1e7
     for rates in (found.matmul_flops, found.attention_flops, found.elementwise):

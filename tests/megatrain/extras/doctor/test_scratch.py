@@ -50,7 +50,7 @@ def test_scratch_folder_is_removed_on_sigterm(tmp_path: Path, number: signal.Sig
 
 
 @pytest.mark.parametrize("where", ["made", "removed"])
-def test_a_signal_while_it_is_made_or_removed_waits(
+def test_signal_during_creation_or_removal_is_deferred(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def then_interrupt(work: Callable[..., object]) -> Callable[..., object]:

@@ -102,7 +102,7 @@ def test_empty_tier_has_no_chart(tmp_path: Path) -> None:
     assert "RAM in use" in titles and not any(title.startswith("NVME") for title in titles), titles
 
 
-def test_a_gap_cuts_a_line_and_a_lone_point_is_a_dot() -> None:
+def test_nonfinite_values_split_lines_and_single_points_are_dots() -> None:
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, math.inf), (6, 1.0), (7, 1.0)]
     drawing = lay_out(Chart("t", lines=[Curve("x", points)]))
     assert drawing is not None

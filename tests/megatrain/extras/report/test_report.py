@@ -132,7 +132,7 @@ def test_text_of_a_small_run(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_is_done(tmp_path: Path) -> None:
+def test_text_of_a_finished_run(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25])
     lines = lines_of(folder)
     assert (
@@ -198,7 +198,7 @@ def test_the_report_has_no_row_of_zeros(tmp_path: Path) -> None:
     assert {"ram->nvme", "nvme"} <= {*names} and not {"folder->ram", "gpu"} & {*names}, names
 
 
-def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
+def test_page_of_a_finished_run(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25])
     page = page_of(folder)
     assert check_page(page) == 4  # loss, tokens per second, and the memory of two tiers
@@ -209,7 +209,7 @@ def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in page
 
 
-def test_sizes_have_the_units_of_the_command(tmp_path: Path) -> None:
+def test_drive_writes_use_decimal_and_memory_uses_binary_units(tmp_path: Path) -> None:
     """Bytes written to drives use decimal units, like drive ratings. Memory and link traffic use binary units."""
     lines = lines_of(leave(tmp_path / "out", [4.0, 3.5, 3.0]))
     assert any("3.15 MB (1.05 MB per step, planned 1.05 MB)" in line for line in lines)
@@ -239,7 +239,7 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("losses", [[], [4.0], [float("nan")], [4.0, float("inf"), 3.0, float("nan")], [2.0] * 1000])
 @pytest.mark.parametrize("plan", [None, PLAN], ids=["no plan", "plan"])
-def test_short_long_and_broken_runs(losses: list[float], plan: Any, tmp_path: Path) -> None:
+def test_empty_long_and_diverged_runs_are_reported(losses: list[float], plan: Any, tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", losses, state="training", plan=plan)
     lines, page = lines_of(folder), page_of(folder)
     assert "died" in lines[0]
@@ -264,7 +264,7 @@ def test_report_of_a_live_run(tmp_path: Path) -> None:
         assert '<span class="state open">training</span>' in page_of(folder)
 
 
-def test_lines_that_a_crash_cut_off_are_passed_over(tmp_path: Path) -> None:
+def test_truncated_run_records_are_ignored(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.0])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('null\n[1]\n{"step": "x"}\n{"step": 3, "loss": 2.')
@@ -274,12 +274,12 @@ def test_lines_that_a_crash_cut_off_are_passed_over(tmp_path: Path) -> None:
     assert (figures.step, figures.last_loss, figures.step_s.planned, figures.settings) == (2, 3.0, None, ())
 
 
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_without_run_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoRunRecordsError, match="Pass the output_dir"):
         read_history(tmp_path)
 
 
-def test_bytes_of_each_step_come_before_means_of_a_whole_start(tmp_path: Path) -> None:
+def test_per_step_link_bytes_take_precedence_over_run_means(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [])
     link_bytes = {"ram->nvme": 2 * MIB, "nvme->ram": MIB}
     lines = [{**replace(STEP, step=n).to_json(), "link_bytes": link_bytes} for n in range(1, 6)]
@@ -396,7 +396,7 @@ def test_a_damaged_timeline_is_not_drawn(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "duration"), [("to ram 0", 5), ("to ram 99999999", 5), ("to ram", 1e16), ("to ram", 1e300)]
 )
-def test_odd_rows_and_times_are_drawn(row: str, duration: float, tmp_path: Path) -> None:
+def test_timeline_with_unusual_rows_and_durations_is_drawn(row: str, duration: float, tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.0])
     other = {**NAMED, "tid": 8, "args": {"name": row}}
     spans = [{**SPAN, "dur": duration}, {**SPAN, "tid": 8, "name": "model.layers.0/weight"}]

@@ -64,7 +64,7 @@ def test_source_tool_can_be_given(tmp_path: Path) -> None:
         ("a.yaml", "a: !!python/object/apply:os.system ['true']\n", "invalid YAML"),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_invalid_source_configs_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = write(tmp_path, text, name)
     with pytest.raises(TranslationError, match=message) as caught:
         read_source(path)

@@ -492,12 +492,12 @@ def test_deepspeed_values_of_the_wrong_kind(
          {"max_samples", "dataset_dir"}),
     ],
 )  # fmt: skip
-def test_one_wrong_value_is_lost_and_hides_no_other(tmp_path: Path, text: str, gaps: set[str]) -> None:
+def test_invalid_value_is_lost_without_hiding_others(tmp_path: Path, text: str, gaps: set[str]) -> None:
     translation, _ = translate(tmp_path, text)
     assert lost(translation) == gaps
 
 
-def test_a_rank_of_lora_in_text_doubles_to_alpha(tmp_path: Path) -> None:
+def test_lora_rank_given_as_a_string_sets_the_default_alpha(tmp_path: Path) -> None:
     _, config = translate(tmp_path, 'model_name_or_path: a\nstage: sft\nlora_rank: "32"\n')
     assert (config.lora.r, config.lora.lora_alpha) == (32, 64)
 
@@ -566,14 +566,14 @@ def is_same(row: Row, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_share_of_warm_up_counts_if_the_steps_are_zero(tmp_path: Path, order: int) -> None:
+def test_warmup_ratio_is_used_if_warmup_steps_is_zero(tmp_path: Path, order: int) -> None:
     """Transformers ignores ``warmup_steps: 0``, whichever of the two keys comes first in the file."""
     lines = ["warmup_steps: 0", "warmup_ratio: 0.1"][::order]
     _, config = translate(tmp_path, "\n".join(["base_model: a/b", "learning_rate: 1e-4", *lines]))
     assert config.optimizer.warmup_steps == 0.1
 
 
-def test_null_is_the_default_of_their_key(tmp_path: Path) -> None:
+def test_null_means_the_default_of_the_source_tool(tmp_path: Path) -> None:
     _, config = translate(tmp_path, "model_name_or_path: a\nstage: null\nfinetuning_type: null\ncutoff_len: 8\n")
     assert config.task == "sft" and config.lora.is_on
 
@@ -584,7 +584,7 @@ def test_a_table_of_pretraining_data_without_a_type_is_plain_text(tmp_path: Path
     assert (config.task, config.data.train[0].format, lost(translation)) == ("pretrain", "text", set())
 
 
-def test_files_of_trl_are_read_by_their_names(tmp_path: Path) -> None:
+def test_first_of_several_trl_data_files_becomes_the_path(tmp_path: Path) -> None:
     text = "model_name_or_path: a\nmax_length: 8\ndatasets: [{path: json, data_files: [one.jsonl, two.jsonl]}]\n"
     translation, config = translate(tmp_path, text)
     assert Path(config.data.train[0].path).name == "one.jsonl"
@@ -737,7 +737,7 @@ def test_preferences(tmp_path: Path, case: str) -> None:
         assert source.columns == {"messages": "talk", "chosen": "good"}
 
 
-def test_values_that_cannot_be_here_are_taken_out_and_named(tmp_path: Path) -> None:
+def test_unsupported_values_are_removed_and_listed(tmp_path: Path) -> None:
     text = TRL + "attn_implementation: flash_attention_3\nsave_steps: 0.25\noptim: galore_adamw\nwarmup_steps: 2.5\n"
     translation, config = translate(tmp_path, text)
     assert {"attn_implementation", "save_steps", "optim", "warmup_steps"} <= lost(translation)
@@ -809,7 +809,7 @@ STARTS: dict[str, dict[str, Any]] = {
 
 
 @given(st.data())
-def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
+def test_any_values_give_a_valid_config_or_a_one_line_error(data: st.DataObject) -> None:
     """No value leads to a traceback or to a translated file that does not load."""
     name = data.draw(st.sampled_from(sorted(KEYS)))
     keys = st.sampled_from([*KEYS[name], *(key for key in TABLES[TOOLS[name]] if "." not in key)])
@@ -840,7 +840,7 @@ WHOLE: dict[str, Any] = {
 
 
 @given(st.data())
-def test_a_real_config_with_one_wrong_value(data: st.DataObject) -> None:
+def test_one_arbitrary_value_in_a_real_config_is_handled(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(WHOLE)))
     values = copy.deepcopy(WHOLE[name])
     *above, last = data.draw(st.sampled_from(nodes(values)))
@@ -857,7 +857,7 @@ def test_a_real_config_with_one_wrong_value(data: st.DataObject) -> None:
             assert load_config(out).config is not None
 
 
-def test_a_config_without_a_folder_of_the_run_is_given_one_to_fill_in(tmp_path: Path) -> None:
+def test_missing_output_dir_becomes_a_placeholder(tmp_path: Path) -> None:
     text = "stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\ndataset: x\n"
     translation, config = translate(tmp_path, text)
     assert config.output_dir == tmp_path / "outputs/first" and "output_dir" in translation.placeholders
@@ -917,14 +917,14 @@ def test_template_is_compared_with_the_model_template(
     assert "template" in unneeded(translate_file(tmp_path / "their.yaml", base=tmp_path)), "plain text has none"
 
 
-def test_quantization_is_answered_with_a_folder_that_is_quantized(tmp_path: Path) -> None:
+def test_quantization_key_suggests_a_quantized_model_folder(tmp_path: Path) -> None:
     text = "model_name_or_path: org/m\nstage: sft\nquantization_bit: 4\ndataset: chats\nfinetuning_type: lora\n"
     (tmp_path / "their.yaml").write_text(text)
     (left,) = [key for key in translate_file(tmp_path / "their.yaml").lost_keys if key.tool_key == "quantization_bit"]
     assert "name a folder that is already quantized" in left.reason
 
 
-def test_the_rank_that_the_other_tool_uses_by_default_scales_the_adapter(tmp_path: Path) -> None:
+def test_default_lora_rank_and_alpha_match_llama_factory(tmp_path: Path) -> None:
     """LLaMA-Factory uses rank 8 and ``lora_alpha`` of twice the rank if the config has neither."""
     _, config = translate(tmp_path, "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n")
     assert config.lora is not None and (config.lora.r, config.lora.lora_alpha) == (8, 16)
