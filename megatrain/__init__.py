@@ -36,7 +36,7 @@ else:
     __getattr__, _names, __all__ = lazy_names(__name__, distribution="megatrain-tier")
 
     def __dir__() -> list[str]:
-        """Return the public names. Without lightning, ``help`` would fail at that name."""
+        """Return the public names. ``lightning`` is omitted if it is not installed: ``help`` would fail on it."""
         return [name for name in _names() if name != "lightning" or find_spec("lightning") is not None]
 
 

@@ -147,7 +147,7 @@ class _Operation:
         position: Index of the next element to draw, or -1 before the first draw.
         state: Generator state before ``position``, or None before the first draw.
         end_state: Generator state after the last element, or None until the last element has been drawn.
-        leftover: Last elements of the parameter, fewer than a group, that are drawn but not yet returned.
+        leftover: Last elements of the parameter (fewer than ``_GROUP_SIZE``), drawn but not yet returned.
     """
 
     name: str

@@ -174,7 +174,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield a reader for a unit's fp32 master weights. Implements ``WeightSource``."""
+        """Yield a reader for a unit's fp32 master weights, or for their averages if the export is of averages."""
         self._unit = layout.name
         weight_parts = stored_parts(weight_key(layout.name), self._reader.blocks)
         # Frozen weights have no averages.

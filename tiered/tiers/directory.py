@@ -47,7 +47,7 @@ def check_claimable(path: Path) -> None:
 
 
 def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a directory that has symbolic links with names of a tier's files, because writes would follow the links.
+    """Refuse a directory in which a name that matches ``patterns`` is a link to a file: writes would follow the link.
 
     An untrusted folder can contain such links. Users keep checkpoints on other drives through links to folders, so
     links to folders are allowed, except with the names of a tier's folders.

@@ -13,7 +13,7 @@ class BackgroundUpdates:
     """Thread that runs updates one at a time, first in, first out. All calls come from one thread.
 
     Before the caller uses a block, it must wait for the block's update. The wait raises the update's error. After an
-    error, the context still waits for all updates on exit, because the caller can then free memory that updates use.
+    error, the context still waits for all updates on exit, so that the caller can safely free the memory they use.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ class Translation:
         return value
 
     def section(self, path: str) -> Section:
-        """Return the tool's table at a dotted path. ``omit_unanswered`` lists a value that is not a table as lost."""
+        """Return the tool's table at a dotted path. It is empty if the value is not a table, which is then lost."""
         return Section(self, path, as_mapping(self.peek(path)))
 
     def rows(self, conversion: str) -> dict[str, Row]:

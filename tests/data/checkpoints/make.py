@@ -76,7 +76,7 @@ def run(folder: Path, processes: int, text: str) -> None:
 
 
 def write(folder: Path) -> None:
-    """Run each form's config up to each step, so that the runs write their checkpoints."""
+    """Run each form's config, and stop and resume it so that each step leaves a checkpoint."""
     folder.mkdir(parents=True)
     write_model(folder / "model")
     for name, (processes, more) in FORMS.items():

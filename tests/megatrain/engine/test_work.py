@@ -35,7 +35,7 @@ def test_llama_layer_work_matches_a_hand_count() -> None:
     heads, key_heads, head_width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     stream, middle = tokens * width, tokens * inner
     queries, keys = tokens * heads * head_width, tokens * key_heads * head_width
-    table = LENGTH * head_width  # numbers in the cosines, or in the sines, which all rows and heads share
+    table = LENGTH * head_width  # elements of the cosine table, and of the sine table; all rows and heads share them
 
     # In order: squares, mean, + epsilon, 1 / root, product with 1 / root, product with the weight.
     norm = total(

@@ -326,7 +326,7 @@ def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp
 
 
 def test_the_host_is_no_bottleneck_while_a_gpu_computes_longer(tmp_path: Path) -> None:
-    """The host is the bottleneck only if its launches take longer than the GPU's computing and updates together."""
+    """The host is the bottleneck only if its launches take longer than the GPU's compute and updates combined."""
     planned = plan_run(
         resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
     )

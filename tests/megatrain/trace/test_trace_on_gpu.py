@@ -135,7 +135,7 @@ def test_allocations_of_other_attention_backwards() -> None:
     assert hidden("cudnn_attention", heads, few, few, is_deterministic=False) == pytest.approx(2 * in_fp32, rel=0.01)
     wide = (1, 4, 4096, 256)
     ordered, free = (hidden("efficient_attention", *[wide] * 3, is_deterministic=flag) for flag in (True, False))
-    assert ordered < free <= 50 * ordered  # keys are split among up to 50 blocks of 4 heads
+    assert ordered < free <= 50 * ordered  # each of the 4 heads splits its keys among up to 50 thread blocks
     assert hidden("flash_attention_for_cpu", heads, few, few, is_deterministic=True) == 0
     func, (_, *others) = call("flash_attention", few, few, few)
     crossed = torch.empty(few, dtype=torch.bfloat16, device="meta")  # heads come before tokens, so it is copied
