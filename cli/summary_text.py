@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.observer import format_tiers
-from tiered.units import format_duration, format_size
+from tiered.units import format_decimal_size, format_duration, format_size
 
 from .console import nonzero_sizes
 
@@ -33,7 +33,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         paths = {link: f" ({path})" for link, path in summary.link_paths.items() if path}
         yield "moved  " + "  ".join(f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in link_bytes.items())
     if written_bytes := nonzero_sizes(summary.written_bytes):
-        yield "wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in written_bytes.items())
+        yield "wrote  " + "  ".join(f"{path} {format_decimal_size(n)} with saves" for path, n in written_bytes.items())
     if summary.export_dir is not None:
         yield f"model  {summary.export_dir}"
         if not _is_classifier(summary.export_dir):

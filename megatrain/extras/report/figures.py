@@ -43,9 +43,7 @@ class PlanComparison:
     @property
     def error(self) -> float | None:
         """Relative error of the plan: (measured - planned) / planned."""
-        if not self.planned or self.measured is None:
-            return None
-        return self.measured / self.planned - 1
+        return self.measured / self.planned - 1 if self.planned and self.measured is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +195,7 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
 def compute_figures(history: RunHistory) -> Figures:
     """Return the figures of a run. Unknown figures are None or empty."""
     steps, plan = history.steps, history.plan
-    timed_steps = steps[NUM_WARM_STEPS:] or steps
+    timed_steps, planned_steps = steps[NUM_WARM_STEPS:] or steps, _planned_steps(history)
     real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
     timed_s = sum(step.get("step_s", 0.0) for step in timed_steps)
     rss_bytes = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
@@ -233,9 +231,9 @@ def compute_figures(history: RunHistory) -> Figures:
         hardware_flops_per_s=_rate(timed_steps, "hardware_flops", timed_s),
         tiers=_tiers(history),
         capacity_bytes=_capacities(history),
-        links=_links(history, timed_steps),
+        links=_links(history, planned_steps),
         link_paths=dict(history.ends[-1].get("link_paths") or {}) if history.ends else {},
-        drives=_drives(history, timed_steps),
+        drives=_drives(history, planned_steps),
         rss_first_bytes=rss_bytes[min(4, len(rss_bytes) - 1)] if rss_bytes else None,
         rss_last_bytes=rss_bytes[-1] if rss_bytes else None,
         rss_peak_bytes=max([*rss_bytes, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
@@ -364,45 +362,57 @@ def _rate(steps: Sequence[Mapping[str, Any]], key: str, seconds: float) -> float
 
 
 def _tiers(history: RunHistory) -> dict[str, PlanComparison]:
-    plan = history.plan.get("peak_bytes", {})
-    peaks: dict[str, float] = {}
-    used_bytes = [step.get("tier_used_bytes", {}) for step in history.steps]
-    for tiers in (*used_bytes, *(end.get("tier_peak_bytes", {}) for end in history.ends)):
+    """Return the peak of each tier, only over steps and starts with the capacities of the last start."""
+    plan, capacities, peaks = history.plan.get("peak_bytes", {}), _capacities(history), dict[str, float]()
+    known = (None, {}, capacities)
+    lines = [line for line in (*history.steps, *history.ends) if line.get("tier_capacity_bytes") in known]
+    for tiers in (line.get("tier_used_bytes", line.get("tier_peak_bytes", {})) for line in lines):
         for tier, nbytes in tiers.items():
             peaks[tier] = max(peaks.get(tier, 0), nbytes)
     return {tier: PlanComparison(plan.get(tier), peaks.get(tier)) for tier in dict.fromkeys([*plan, *peaks])}
 
 
 def _capacities(history: RunHistory) -> dict[str, int]:
-    capacities = history.steps[-1].get("tier_capacity_bytes", {}) if history.steps else {}
+    capacities = history.steps[-1].get("tier_capacity_bytes") if history.steps else None
     return dict(capacities or history.plan.get("budget_bytes", {}))
 
 
-def _links(history: RunHistory, timed_steps: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
-    """Return bytes per step of each link: the median of the steps, or else the mean of the last finished start."""
+def _planned_steps(history: RunHistory) -> list[Mapping[str, Any]]:
+    """Return the steps that the plan describes, because they also apply the update of the step before them.
+
+    An evaluation or a checkpoint applies this update itself, and the first step of a start has none. Starts with
+    another plan, for example with less RAM, are excluded.
+    """
+    plan = history.plan.get("link_bytes_per_step")
+    starts = {
+        start.get("first_step", 0): start.get("link_bytes_per_step", plan) == plan
+        for start in history.plan.get("starts", [])
+    }
+    stops = {0, *starts, *(line["step"] for line in (*history.evaluations, *history.checkpoints))}
+
+    def is_planned(step: int) -> bool:
+        return step - 1 not in stops and starts.get(max((0, *(first for first in starts if first < step))), True)
+
+    return [step for step in history.steps if is_planned(step["step"])]
+
+
+def _links(history: RunHistory, steps: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
+    """Return bytes per step of each link, as the median of the steps."""
     plan = history.plan.get("link_bytes_per_step", {})
-    rates: dict[str, float] = {}
-    traffic = [step["link_bytes"] for step in timed_steps if step.get("link_bytes")]
-    if traffic:
-        rates = {link: median(step_bytes.get(link, 0) for step_bytes in traffic) for link in plan}
-    elif history.ends and history.plan.get("starts"):
-        end, first_step = history.ends[-1], history.plan["starts"][-1].get("first_step", 0)
-        num_steps = end.get("num_steps", 0) - first_step
-        if num_steps > 0:
-            rates = {link: nbytes / num_steps for link, nbytes in end.get("link_bytes", {}).items()}
-    return {link: PlanComparison(plan.get(link), rates.get(link)) for link in dict.fromkeys([*plan, *rates])}
+    traffic = [step["link_bytes"] for step in steps if step.get("link_bytes")]
+    rates = {link: median(step_bytes.get(link, 0) for step_bytes in traffic) for link in plan} if traffic else {}
+    return {link: PlanComparison(plan.get(link), rates.get(link)) for link in plan}
 
 
-def _drives(history: RunHistory, timed_steps: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
+def _drives(history: RunHistory, steps: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
     estimate = history.plan.get("estimate") or {}
     plan = estimate.get("nvme_written_bytes_per_step") or {}
-    limits: dict[str, int | None] = {}
-    if history.config is not None:
-        limits = {str(table.path): table.max_written for table in history.config.tiers.nvme}
+    tables = history.config.tiers.nvme if history.config is not None else ()
+    limits = {str(table.path): table.max_written for table in tables}
     paths = dict.fromkeys([*limits, *plan, *(p for step in history.steps for p in step.get("written_bytes", {}))])
     drives = {}
     for path in paths:
-        step_bytes = [step.get("written_bytes", {}).get(path, 0) for step in timed_steps]
+        step_bytes = [step.get("written_bytes", {}).get(path, 0) for step in steps]
         nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
         per_step = PlanComparison(plan.get(path), median(step_bytes) if step_bytes else None)
         drives[path] = PathWrites(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))

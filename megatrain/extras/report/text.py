@@ -30,7 +30,7 @@ def report_lines(figures: Figures) -> list[str]:
         header = f"{'':<{_NAME_WIDTH}}{'planned':>{_NUMBER_WIDTH}}{'measured':>{_NUMBER_WIDTH}}"
         lines += [header, *table]
     if figures.time_s:
-        lines.append("a step   " + " | ".join(_times(figures)))
+        lines.append("mean step   " + " | ".join(_times(figures)))
     lines += _topic_lines(figures)
     return lines
 
@@ -40,18 +40,14 @@ def _headline(figures: Figures) -> str:
     if figures.seconds:
         parts.append(f"{format_duration(figures.seconds)} with evaluations and saves")
     if figures.first_loss is not None and figures.last_loss is not None:
-        name = f"{figures.loss_name} loss" if figures.loss_name else "loss"
-        parts.append(f"{name} {figures.first_loss:z.4f} -> {figures.last_loss:z.4f}{_average_note(figures)}")
+        name, count = f"{figures.loss_name} loss" if figures.loss_name else "loss", figures.num_averaged
+        note = f" (means of {count} steps)" if count > 1 else ""
+        parts.append(f"{name} {figures.first_loss:z.4f} -> {figures.last_loss:z.4f}{note}")
     for name, losses in figures.evaluations.items():
         start, end = losses[0][1], losses[-1][1]
         label = f"{name} cross entropy" if figures.loss_name else name
         parts.append(f"{label} {end:z.4f}" if len(losses) == 1 else f"{label} {start:z.4f} -> {end:z.4f}")
     return "   ".join(parts)
-
-
-def _average_note(figures: Figures) -> str:
-    count = figures.num_averaged
-    return f" (means of {count} steps)" if count > 1 else ""
 
 
 def _comparison(figures: Figures) -> Iterator[str]:
@@ -60,7 +56,7 @@ def _comparison(figures: Figures) -> Iterator[str]:
         note = "doctor measured no rates for a plan of times"
         if error is not None:
             note = f"{1 + error:.1f} times as long" if error > 1 else f"{error:+.0%}"
-        yield _row("step s", figures.step_s, 1.0, note, digits=3 if (figures.step_s.measured or 0) < 10 else 1)
+        yield _row("median step s", figures.step_s, 1.0, note, digits=3 if (figures.step_s.measured or 0) < 10 else 1)
     for tier, peak in figures.tiers.items():
         if not (peak.planned or peak.measured):
             continue
@@ -149,11 +145,7 @@ def _memory(figures: Figures) -> Iterator[str]:
     if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
         growth_mib = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
         other_bytes = figures.beside_tier_bytes
-        other_text = (
-            f"; the RAM tier + {format_size(other_bytes)} of Python, libraries and data"
-            if other_bytes is not None
-            else ""
-        )
+        other_text = f"; the RAM tier + {format_size(other_bytes)} of Python, libraries and data" if other_bytes else ""
         yield f"process {format_size(figures.rss_last_bytes)}, {growth_mib:+.1f} MiB since its first steps{other_text}"
 
 
@@ -172,7 +164,7 @@ def _starts(figures: Figures) -> Iterator[str]:
     if figures.restarts:
         steps = ", ".join(f"step {step}" for step, _ in figures.restarts)
         count = "once" if len(figures.restarts) == 1 else f"{len(figures.restarts)} times"
-        yield f"continued {count}, after {steps}"
+        yield f"continued {count}, after {steps}; peaks and bytes per step are from the last start"
 
 
 def _samples(figures: Figures) -> Iterator[str]:
@@ -183,10 +175,8 @@ def _samples(figures: Figures) -> Iterator[str]:
 
 def _usage(figures: Figures) -> Iterator[str]:
     if usage := figures.process_usage:
-        yield (
-            f"{usage['user_s']:.2f} s user, {usage['system_s']:.2f} s system, "
-            f"{usage['page_faults']:,.0f} page faults per step"
-        )
+        times = f"{usage['user_s']:.2f} s user, {usage['system_s']:.2f} s system"
+        yield f"{times}, {usage['page_faults']:,.0f} page faults per step"
 
 
 #: Topics after the table, each with a label and a function that returns its lines. The label is "" if the lines contain
@@ -216,13 +206,13 @@ def _topic_lines(figures: Figures) -> Iterator[str]:
 
 
 def _wear(drive: PathWrites) -> str:
-    text = format_decimal_size(drive.nbytes)
+    text = f"{format_decimal_size(drive.nbytes)} during steps"
     per_step = drive.bytes_per_step
     if per_step.measured is not None:
         planned_text = "" if per_step.planned is None else f", planned {format_decimal_size(per_step.planned)}"
         text += f" ({format_decimal_size(per_step.measured)} per step{planned_text})"
     if drive.lifetime_bytes is not None:
-        text += f"; all runs {format_decimal_size(drive.lifetime_bytes)}"
+        text += f"; all runs in this folder {format_decimal_size(drive.lifetime_bytes)}"
         if drive.share_of_limit is not None:
             text += f", {drive.share_of_limit:.1%} of max_written {format_decimal_size(drive.limit_bytes or 0)}"
     return text

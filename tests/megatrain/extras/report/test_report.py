@@ -115,19 +115,19 @@ def test_text_of_a_small_run(tmp_path: Path) -> None:
         "held <out> 1.5000",
         "tiny",
         "                       planned    measured",
-        "step s                   1.600       2.000   +25%",
+        "median step s            1.600       2.000   +25%",
         "ram MiB                   40.0        50.0   of 64.0; planned: the least that it needs",
         "nvme MiB                  90.0        90.0   of 100.0; planned: the least that it needs",
         "ram->nvme MiB              1.0           -",
         "nvme->ram MiB              1.0           -",
-        "a step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)",
+        "mean step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)",
         "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed",
         "eval    held <out>: loss 1.5000, perplexity 4.48 at step 4",
         "tokens  400 real, 320 trained",
         "memory  process 200.00 MiB, +0.0 MiB since its first steps; the RAM tier + 150.00 MiB of Python, libraries "
         "and data",
         "cpu     1.50 s user, 0.25 s system, 12,345 page faults per step",
-        "wrote   /drive   4.19 MB (1.05 MB per step, planned 1.05 MB)",
+        "wrote   /drive   4.19 MB during steps (1.05 MB per step, planned 1.05 MB)",
         "saved   1 checkpoint, the last at step 4, 9.00 MiB; training waited 0.2 s for them in total",
     ]
 
@@ -140,13 +140,13 @@ def test_text_of_a_finished_run(tmp_path: Path) -> None:
         "loss 3.2500 -> 1.6250 (means of 4 steps)   held <out> 1.5000"
     )
     text = "\n".join(lines)
-    assert re.search(r"step s +1\.600 +2\.000   \+25%", text)
+    assert re.search(r"median step s +1\.600 +2\.000   \+25%", text)
     assert re.search(r"ram MiB +40\.0 +50\.0   of 64\.0", text)
     assert re.search(r"ram->nvme MiB +1\.0 +-$", text, re.MULTILINE)
-    assert "a step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
+    assert "mean step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
     assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
     assert "cpu     1.50 s user, 0.25 s system, 12,345 page faults per step" in lines
-    assert "wrote   /drive   8.39 MB (1.05 MB per step, planned 1.05 MB)" in lines
+    assert "wrote   /drive   8.39 MB during steps (1.05 MB per step, planned 1.05 MB)" in lines
     assert any(line.startswith("saved   1 checkpoint, the last at step 8, 9.00 MiB") for line in lines)
 
 
@@ -212,7 +212,7 @@ def test_page_of_a_finished_run(tmp_path: Path) -> None:
 def test_drive_writes_use_decimal_and_memory_uses_binary_units(tmp_path: Path) -> None:
     """Bytes written to drives use decimal units, like drive ratings. Memory and link traffic use binary units."""
     lines = lines_of(leave(tmp_path / "out", [4.0, 3.5, 3.0]))
-    assert any("3.15 MB (1.05 MB per step, planned 1.05 MB)" in line for line in lines)
+    assert any("3.15 MB during steps (1.05 MB per step, planned 1.05 MB)" in line for line in lines)
     assert any(re.search(r"ram MiB +40\.0 +50\.0", line) for line in lines)
 
 
@@ -294,7 +294,28 @@ def test_per_step_link_bytes_take_precedence_over_run_means(tmp_path: Path) -> N
     assert links["ram->nvme"].measured == 2 * MIB and links["ram->nvme"].error == 1.0
     assert links["nvme->ram"].error == 0
     (folder / "metrics.jsonl").write_text(json.dumps(STEP.to_json()) + "\n")
-    assert compute_figures(read_history(folder)).links["ram->nvme"].measured == 10 * MIB
+    assert compute_figures(read_history(folder)).links["ram->nvme"].measured is None, "its first step has no update"
+
+
+def test_only_steps_that_the_plan_describes_are_compared(tmp_path: Path) -> None:
+    """The first step of a start, and a step after a checkpoint or evaluation, lack the bytes of an update."""
+    folder = leave(tmp_path / "out", [])
+    links = PLAN["link_bytes_per_step"]
+    starts = [{"first_step": step, "link_bytes_per_step": links if step else {}} for step in (0, 3)]
+    (folder / "plan.json").write_text(json.dumps(PLAN | {"starts": starts}))
+    events = [
+        {"event": "checkpoint", **CheckpointMetrics(4, folder, MIB, MIB, 0, 1.5, 0.25).to_json()},
+        {"event": "evaluation", **EvaluationMetrics(6, 8, "book", 1.5, 10, 0.5).to_json()},
+    ]
+    # Steps 1 to 3 belong to a start with another plan. Only steps 6 and 8 follow a step directly.
+    steps = [
+        {**replace(STEP, step=n).to_json(), "link_bytes": {"ram->nvme": MIB * (1 if n in (6, 8) else 0)}}
+        for n in range(1, 9)
+    ]
+    for count, measured in ((8, MIB), (5, None)):
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*steps[:count], *events)))
+        figures = compute_figures(read_history(folder))
+        assert figures.links["ram->nvme"].measured == measured
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +327,7 @@ def real_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         text = config_text(folder, tiny_model, ram=ram, placement='weights = ["nvme"]\noptimizer = ["nvme"]')
         text = text.replace("[training]\n", f"[training]\nmax_steps = {max_steps}\n")
         text += "[profile]\ntrace_steps = [4]\n"
-        text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\nname = "book"\npath = "{book}"\n'
+        text += f'[checkpoint]\nsave_steps = 3\nmin_free_disk = "0MiB"\n[[data.eval]]\nname = "book"\npath = "{book}"\n'
         (folder / "run.toml").write_text(text)
         Trainer(load_config(folder / "run.toml").config, observer=RunObserver()).train()
     return folder / "out"
@@ -324,6 +345,11 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert 0.5 * nvme.planned < nvme.measured <= 256 * MIB
     [drive] = figures.drives.values()
     assert drive.bytes_per_step.planned == figures.links["ram->nvme"].planned
+    assert {traffic.error for traffic in figures.links.values() if traffic.planned} == {0.0}
+    ram_peaks = [end["tier_peak_bytes"]["ram"] for end in history.ends]
+    assert figures.tiers["ram"].measured == ram_peaks[1] < 6 * MIB < ram_peaks[0], (
+        "only of the start with this capacity"
+    )
     error = drive.bytes_per_step.error
     assert error is not None and abs(error) < 0.1  # some writes of a step may finish after its metrics are recorded
     assert drive.lifetime_bytes is not None and drive.lifetime_bytes >= drive.nbytes > 0
@@ -334,7 +360,9 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert "optimizer.adam_beta1" not in changed and "output_dir" not in changed
     assert len(history.ends) == 2
     assert check_page(render_page(history, figures)) == 5  # with the timeline
-    assert "starts  continued once, after step 2" in report_lines(figures)
+    assert "starts  continued once, after step 2; peaks and bytes per step are from the last start" in report_lines(
+        figures
+    )
 
 
 def test_restarted_run_drops_the_previous_metrics(real_run: Path, tmp_path: Path) -> None:
