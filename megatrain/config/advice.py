@@ -22,6 +22,7 @@ __all__ = ["model_warnings"]
 
 #: Models below this size, as in tests and demonstrations, get the bounds for training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
+_LORA_FACTOR = 10  # adapters usually train best at about ten times the rate of all parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
         )
     is_new = model.table.train_from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
     for key, rate in optimizer.learning_rates.items():
-        yield from _rate_warning(key, rate, optimizer.optim, is_new=is_new)
+        yield from _rate_warning(key, rate, optimizer.optim, is_new=is_new, has_lora=model.lora is not None)
     if optimizer.optim == "muon" and optimizer.muon_fused != "whole":
         yield from _fused_warning(graph, optimizer)
 
@@ -86,14 +87,15 @@ def _position_warning(graph: ModelGraph, length: int, *, from_scratch: bool) -> 
         )
 
 
-def _rate_warning(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
+def _rate_warning(key: str, rate: float, optim: str, *, is_new: bool, has_lora: bool) -> Iterator[str]:
     bounds = _RATES.get(optim)
-    if bounds is None:  # for optimizers from other packages, no bounds are known
-        return
-    highest = bounds.max_rate_from_scratch if is_new else bounds.max_rate
+    if bounds is None:
+        return  # no bounds are known for optimizers from other packages
+    max_rate = _LORA_FACTOR * bounds.max_rate if has_lora else bounds.max_rate
+    highest = bounds.max_rate_from_scratch if is_new else max_rate
     text = f'{key} = {rate:g} is implausible for optim = "{optim}"'
     if rate > highest:
-        condition = "" if is_new else " of a trained model with all its parameters"
+        condition = " of adapters" if has_lora else "" if is_new else " of a trained model with all its parameters"
         yield f"{text}: training{condition} usually diverges above {highest:g}. Use a smaller value"
     elif rate < bounds.min_rate:
         yield f"{text}: the weights hardly change below {bounds.min_rate:g}. Use a larger value"

@@ -59,6 +59,15 @@ def test_rates_of_all_parameters(optim: str, rate: str, key: str, large: ModelGr
     assert all(text.startswith("optimizer.learning_rate = ") and key in text and ". Use " in text for text in found)
 
 
+@pytest.mark.parametrize(("optim", "rate", "is_warned"), [("adamw", "1e-3", False), ("adamw", "6e-3", True)])
+def test_adapters_have_a_higher_limit(
+    optim: str, rate: str, is_warned: bool, large: ModelGraph, tmp_path: Path
+) -> None:
+    found = list(warnings_of(config(tmp_path, f"optim={optim}", f"optimizer.learning_rate={rate}", "lora.r=4"), large))
+    assert len(found) == is_warned
+    assert all("training of adapters usually diverges above 0.005" in text for text in found)
+
+
 def test_rates_from_scratch_and_of_small_models(graph: ModelGraph, tmp_path: Path) -> None:
     assert list(warnings_of(config(tmp_path, "optimizer.learning_rate=3e-3"), graph)) == []
     (far_out,) = warnings_of(config(tmp_path, "optimizer.learning_rate=0.5"), graph)
