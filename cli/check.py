@@ -45,8 +45,8 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
         with without_garbage_collection():
             from megatrain.training.run_check import check_run
 
-        def show_stage(part: str) -> None:
-            spinner.show_activity(f"checking the {part}")
+        def show_stage(part: str, share: float) -> None:
+            spinner.show_activity(f"checking the {part}", share)
             # Objects of models and plans live long, so collection only costs time. Rows create garbage to collect.
             (gc.disable if part in ("model", "plan") else gc.enable)()
 

@@ -33,6 +33,7 @@ _INTERVAL_S = 0.1
 _MIN_WRAPPED_COLUMNS = 20
 _FIRST_LINE_DELAY_S = 1.0  # delay of the first line if stderr is not a terminal
 _MIN_SHOWN_S = 2.0  # Shorter times would only flicker.
+_MIN_NEW_SHARE, _MIN_LINE_S = 0.1, 10.0  # minimum progress and time between two lines if stderr is not a terminal
 #: Error numbers of writes to a closed terminal or a broken pipe.
 _CLOSED_ERRORS = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
 #: Cursor sequences at the start of writes by the spinner and rich's live views.
@@ -86,7 +87,7 @@ class Spinner:
     """Context manager that shows the current activity and its seconds in a line on stderr, and clears it on exit.
 
     This class imports nothing heavy. The cursor stays visible, so a killed process leaves nothing to restore. If stderr
-    is not a terminal, each activity after the first second of the command prints one line.
+    is not a terminal, each activity after the first second prints a line, and its progress one per 10 % and 10 s.
 
     Args:
         is_shown: Whether to draw or print anything.
@@ -96,7 +97,7 @@ class Spinner:
         self._stream = sys.stderr
         self._is_shown = is_shown and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._is_plain = is_shown and not self._is_shown and _is_own_process()
-        self._printed = ""
+        self._printed, self._printed_share, self._printed_s, self._share = "", 0.0, 0.0, 0.0
         self._first_line = threading.Timer(_FIRST_LINE_DELAY_S, self._print)
         self._frames = frames_for(self._stream.encoding)
         self._text, self._start_s = text, time.monotonic()
@@ -119,9 +120,9 @@ class Spinner:
     ) -> None:
         self.stop()
 
-    def show_activity(self, text: str) -> None:
-        """Show a new activity and restart its timer."""
-        self._text, self._start_s = text, time.monotonic()
+    def show_activity(self, text: str, share: float = 0.0) -> None:
+        """Show a new activity and restart its timer. A ``share`` above 0 is the progress of the previous activity."""
+        self._text, self._share, self._start_s = text, share, time.monotonic()
         if self._thread is not None:
             self._draw()
         elif self._is_plain and self._first_line.finished.is_set():
@@ -140,17 +141,18 @@ class Spinner:
         self._first_line.cancel()
         self._is_plain = False
         thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._stop_event.set()
-        thread.join()
-        self._write(_CLEAR)
+        if thread is not None:
+            self._stop_event.set()
+            thread.join()
+            self._write(_CLEAR)
 
     def _print(self) -> None:
         """Print the activity unless it is already printed."""
         with self._draw_lock:
-            if self._is_plain and self._text != self._printed:
-                self._printed = self._text
+            now_s, new_share = time.monotonic(), self._share - self._printed_share
+            is_due = new_share >= _MIN_NEW_SHARE and now_s - self._printed_s >= _MIN_LINE_S
+            if self._is_plain and self._text != self._printed and (is_due or not self._share):
+                self._printed, self._printed_share, self._printed_s = self._text, self._share, now_s
                 self._write(f"{self._text} ...\n")
 
     def _spin(self) -> None:

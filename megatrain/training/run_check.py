@@ -27,6 +27,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.data.stream import changed_sources, open_dataset
+from megatrain.data.table import DatasetConfig
 from megatrain.data.token_dataset import TokenDataset
 from megatrain.machine import file_systems
 from megatrain.machine.resources import resolve_compute_dtype
@@ -80,10 +81,8 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
         CheckpointError: The config refers to a missing checkpoint, or forbids resuming although a checkpoint exists.
         ConfigChangedError: The config would resume a checkpoint with different results.
     """
-    # Shards of streams are listed only when the streams are opened.
-    for source in (*(() if config.data.streaming else config.data.train), *config.data.eval):
-        if not is_hub_name(source.path):
-            source_files(source.path, source.subset, source.split)
+    for error in _path_errors(config, (*config.data.train, *config.data.eval)):
+        raise error
     try:
         candidates = find_candidates(resolve_checkpoint(config), lambda text: None)
     except LostCheckpointsError:
@@ -135,6 +134,16 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
     )
 
 
+def _path_errors(config: RunConfig, sources: Sequence[DatasetConfig]) -> Iterator[DataError]:
+    """Yield an error for each source without files. Shards of streams are listed only when the streams are opened."""
+    for source in sources:
+        if not is_hub_name(source.path) and not (config.data.streaming and source in config.data.train):
+            try:
+                source_files(source.path, source.subset, source.split)
+            except DataError as error:
+                yield error
+
+
 def plan_one_rank(config: RunConfig) -> Plan:
     """Plan a run without starting processes. With several processes, plan the rank with the most tokens."""
     run, size = with_checkpoint_settings(resolve(config)), config.distributed.processes
@@ -145,14 +154,14 @@ def check_run(
     path: Path,
     extra_files: Sequence[Path] = (),
     overrides: Sequence[str] = (),
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str, float], None] = lambda what, share: None,
     *,
     read_weights: bool = True,
 ) -> Iterator[CheckResult]:
     """Read a config like :func:`megatrain.config.load_config`, check all its parts, and yield the findings.
 
     Args:
-        on_progress: Called with the name of the next part.
+        on_progress: Called with the name of the next part and 0, or with its progress and the share that is done.
         read_weights: Whether to read all weights of the model to find NaN and infinite values.
     """
     try:
@@ -161,10 +170,10 @@ def check_run(
         config, more_problems = (None, []) if overrides else salvage(path, extra_files, error.problems)
         for problem in (*error.problems, *more_problems):
             yield CheckResult("config", "problem", f"{problem.where or path}: {problem}", "config")
-        if config is None:
+        if config is not None:
+            yield from _RunCheck(config, on_progress).check_parts(is_complete=False, read_weights=False)
+        else:
             yield CheckResult("rest", "note", "not checked: model, data, plan and checkpoints need a valid config")
-            return
-        yield from _RunCheck(config, on_progress).check_parts(is_complete=False, read_weights=False)
         return
     yield CheckResult("config", "ok", f"{path}: no mistakes")
     for warning in loaded.warnings:
@@ -192,14 +201,14 @@ class _RunCheck:
     The check of each part yields findings, and returns the objects that later checks need.
     """
 
-    def __init__(self, config: RunConfig, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, on_progress: Callable[[str, float], None]) -> None:
         data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
         self._user_data = {"bad_rows": config.data.bad_rows, "cache_dir": config.data.cache_dir}
         self._config = config.model_copy(update={"data": data})
         self._on_progress = on_progress
 
     def _check_part(self, subject: str, check: Check[T]) -> Check[T | None]:
-        self._on_progress(subject)
+        self._on_progress(subject, 0.0)
         return (yield from _catch_errors(subject, check))
 
     def check_parts(self, *, is_complete: bool, read_weights: bool) -> Iterator[CheckResult]:
@@ -222,6 +231,9 @@ class _RunCheck:
             yield from self._check_part("disk", self._check_disk(preparation))
             step_preparation = yield from self._check_part("steps", self._check_steps(preparation, dataset))
             yield from self._check_part("checkpoints", self._check_checkpoints(preparation, step_preparation))
+        if tokenizer is None or not is_complete or preparation is None:
+            for error in _path_errors(self._config, self._config.data.eval):
+                yield CheckResult.from_error("eval data", error)
         if read_weights and model is not None and model.weight_names:
             # This check takes longest, so it comes last.
             yield from self._check_part("weights", self._check_weights(model.weight_names))
@@ -297,7 +309,9 @@ class _RunCheck:
         self, model: _CheckedModel | None, tokenizer: PreTrainedTokenizerFast | None
     ) -> Check[TokenDataset | None]:
         if tokenizer is None:
-            yield CheckResult("data", "note", "not checked without a tokenizer")
+            for error in _path_errors(self._config, self._config.data.train):
+                yield CheckResult.from_error("data", error)
+            yield CheckResult("data", "note", "rows are not checked without a tokenizer")
             return None
         try:
             dataset = open_dataset(resolve_data(self._config), tokenizer)
@@ -366,11 +380,8 @@ class _RunCheck:
         plan = plan_one_rank(self._config)
         preparation = Preparation(plan, RunSettings.from_config(self._config, plan.run), dataset=dataset)
         yield from preparation.plan_notes()
-        sizes = ", ".join(
-            f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
-            for tier, nbytes in plan.totals.items()
-            if nbytes
-        )
+        used = {tier: nbytes for tier, nbytes in plan.totals.items() if nbytes}
+        sizes = ", ".join(f"{tier} {format_size(n)} of {format_size(plan.budgets[tier])}" for tier, n in used.items())
         yield CheckResult("plan", "ok", f"fits: {sizes}")
         return preparation
 
@@ -399,21 +410,16 @@ class _RunCheck:
                 yield CheckResult(subject, "warning", str(objection))
 
     def _check_disk(self, preparation: Preparation | None) -> Check[None]:
-        folder = self._config.output_dir
-        parent = file_systems.existing_parent(folder)
-        if not _can_hold_files(parent):
-            text = f"output_dir: cannot write in {parent}. Write another folder"
+        folders = {"output_dir": self._config.output_dir}
+        folders |= {f"tiers.nvme.{index}.path": table.path for index, table in enumerate(self._config.tiers.nvme)}
+        parents = {key: file_systems.existing_parent(folder) for key, folder in folders.items()}
+        unusable = {key: parent for key, parent in parents.items() if not _can_hold_files(parent)}
+        for key, parent in unusable.items():
+            text = f"{key}: cannot write in {parent}, for {folders[key]}. Write another folder"
             yield CheckResult("disk", "problem", text, "config")
-        check_target(folder / FINAL_NAME)
-        is_usable = _can_hold_files(parent)
-        for index, table in enumerate(self._config.tiers.nvme):
-            parent = file_systems.existing_parent(table.path)
-            if not _can_hold_files(parent):
-                text = f"tiers.nvme.{index}.path: cannot write in {parent}, for {table.path}. Write another folder"
-                yield CheckResult("disk", "problem", text, "config")
-                is_usable = False
+        check_target(self._config.output_dir / FINAL_NAME)
         check_folders(resolve_checkpoint(self._config))
-        if preparation is None or not is_usable:
+        if preparation is None or unusable:
             return
         check_drives(preparation.plan)
         count = self._config.checkpoint.save_total_limit if self._config.checkpoint.is_on else 0
@@ -476,7 +482,7 @@ class _RunCheck:
         folder = ModelFolder(resolve_model(self._config).folder)
 
         def report_progress(done: int, total: int) -> None:
-            self._on_progress(f"weights, {format_size(done)} of {format_size(total)}")
+            self._on_progress(f"weights, {format_size(done)} of {format_size(total)}", done / total)
 
         bad_names = folder.find_nonfinite(names, report_progress)
         if bad_names:
@@ -508,9 +514,7 @@ def _problem_findings(subject: str, error: ConfigError) -> Iterator[CheckResult]
 
 def _can_hold_files(folder: Path) -> bool:
     """Return whether files can be created in a folder. The kernel's pseudo file systems have size 0."""
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    return shutil.disk_usage(folder).total > 0
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and shutil.disk_usage(folder).total > 0
 
 
 def _count(count: int, noun: str) -> str:

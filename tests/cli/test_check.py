@@ -107,6 +107,15 @@ def test_check_reports_all_problems_together(run: SavedRun) -> None:
     assert result.stdout.splitlines()[-1] == "5 problems"
 
 
+def test_missing_files_of_rows_are_found_without_a_model(run: SavedRun) -> None:
+    shutil.rmtree(run.folder / "model")
+    (run.folder / "data.txt").unlink()
+    found = findings(check(run, "--json", more='[[data.eval]]\npath = "no_eval.txt"\n'))
+    for subject, name in (("data", "data.txt"), ("eval data", "no_eval.txt")):
+        [problem] = [finding for finding in found[subject] if finding["severity"] == "problem"]
+        assert name in problem["text"] and "there is no such file" in problem["text"]
+
+
 def test_exit_code_follows_the_order_of_kinds(run: SavedRun) -> None:
     """With one mistake of each kind, the exit code is 2. As the mistakes are fixed, it becomes 3, 4, 1 and 0."""
     mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
@@ -134,7 +143,7 @@ def spoil_weights(run: SavedRun) -> None:
 Spoil = Callable[[SavedRun], object]
 CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
     "a tensor is missing": (spoil_weights, {}, 2, "model", "1 tensors of LlamaForCausalLM are missing"),
-    "no model": (lambda run: shutil.rmtree(run.folder / "model"), {}, 2, "model", "is not a folder"),
+    "no model": (lambda run: shutil.rmtree(run.folder / "model"), {}, 2, "model", "does not exist"),
     "no tokenizer": (lambda run: (run.folder / "model/tokenizer.json").unlink(), {}, 4, "tokenizer", "tokenizer.json"),
     "frozen nothing": (lambda run: None, {"model": 'freeze = ["nothing.*"]'}, 2, "model", "nothing.*"),
     "adapters of nothing": (

@@ -58,6 +58,16 @@ def test_preview_marks_trained_tokens(config: Path) -> None:
     assert "row 1" in one and "row 2" not in one
 
 
+def test_a_long_text_is_shown_in_part(config: Path) -> None:
+    """The text has more tokens than a preview. Nothing of it is lost, which the preview and `check` both state."""
+    (config.parent / "rows.jsonl").write_text(json.dumps({"text": "Call me Ishmael. " * 3000}) + "\n")
+    config.write_text(CONFIG.replace('"sft"', '"pretrain"'))
+    head = call("preview", config).stdout.splitlines()[0]
+    assert head.endswith(" tokens; the run uses all") and ", from the start of " in head and "cut" not in head
+    checked = CliRunner().invoke(command_group(), ["check", str(config), "--skip-weights"]).stdout
+    assert "1 row (a text file is one row)" in checked and "documents (pieces of texts, or answers)" in checked
+
+
 def test_preview_imports_no_torch(config: Path) -> None:
     """The output is the same as in a process that has imported torch."""
     alone, has_torch = call_in_new_process("data", "preview", config)
@@ -155,6 +165,13 @@ def test_a_piped_command_prints_its_progress_after_a_second(
         spinner.show_activity("opening")
         spinner.show_activity("opening")
     assert capsys.readouterr().err == "reading ...\nopening ...\n"
+    for min_line_s, shown in ((0.0, [0, 10, 20]), (3600.0, [0])):
+        monkeypatch.setattr(terminal, "_MIN_LINE_S", min_line_s)
+        with terminal.Spinner("reading") as spinner:
+            assert spinner._first_line.finished.wait(60)
+            for percent in range(25):
+                spinner.show_activity(f"weights, {percent} of 100 B", percent / 100)
+        assert capsys.readouterr().err.splitlines() == ["reading ...", *(f"weights, {n} of 100 B ..." for n in shown)]
     with terminal.Spinner("reading", is_shown=False) as spinner:
         spinner.show_activity("opening")
     assert capsys.readouterr().err == ""
