@@ -41,6 +41,8 @@ def _lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
 
 def _active_lines(state: RunFolderState, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
     yield status.state, _progress(status)
+    if notice := status.activity.get("notice"):
+        yield "notice", str(notice)
     if silence := _silence_text(status):
         yield "silent", silence
     yield from _evaluations(status)
@@ -59,12 +61,11 @@ def _active_lines(state: RunFolderState, status: RunStatus, owner: LockHolder) -
 
 def _silence_text(status: RunStatus) -> str:
     """Return the likely reason why a run has not updated its status for some time, or ""."""
-    seconds = seconds_since(status.updated_at)
+    seconds, metrics = seconds_since(status.updated_at), status.metrics
     if seconds is None or seconds < SILENT_S:
         return ""
-    step_time = ""
-    if status.metrics is not None:
-        step_time = f"; a step usually takes {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s"
+    longest_s = max(metrics.mean_step_s, metrics.step_s) if metrics is not None else 0.0
+    step_time = f"; a step usually takes {longest_s:.3g} s" if metrics is not None else ""
     return (
         f"no status for {format_seconds(seconds)}, although the run writes one every second{step_time}. A drive may be "
         "full, or the process suspended: see the output of the run"

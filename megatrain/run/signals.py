@@ -111,7 +111,8 @@ class RunSignals:
             self._raise()
         self.is_hung_up = True
         if not self.stop_requested:
-            # Give no notice, because the terminal is gone. A SIGTERM or SIGINT after SAME_STOP_S is a second request.
+            self._activity.notice = _STOP_NOTICE
+            # Print no notice, because the terminal is gone. A SIGTERM or SIGINT after SAME_STOP_S is a second request.
             self.stop_requested, self._request_s = True, time.monotonic()
 
     def _on_save(self, signum: int, frame: FrameType | None) -> None:

@@ -57,13 +57,14 @@ def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: 
 
 def test_status_of_a_live_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     with RunFolder(tmp_path / "out") as folder:
-        write_status(folder.path, replace(STATUS, message="careful"))
+        write_status(folder.path, replace(STATUS, message="careful", activity={"notice": "stopping"}))
         result = call(tmp_path / "out")
         seen = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
     assert result.exit_code == 0, result.output
     assert re.sub(r"last wrote \d+ s ago", "last wrote N s ago", result.stdout).splitlines() == [
         str(tmp_path / "out"),
         "  training step 412/1000 41.2% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 1,234 tok/s | eta 2 h 5 min",
+        "  notice   stopping",
         "  memory   ram 61.0/64.0 GiB  process 66.00 GiB",
         f"  process  {os.getpid()} on {STATUS.host}, last wrote N s ago",
         "  message  careful",

@@ -28,10 +28,12 @@ def send(number: int) -> None:
 
 def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> None:
     """SIGHUP may come from the kernel, from the shell, or during the save after an earlier stop request."""
-    with RunSignals(stops_after_step=True) as heard:
+    activity = Activity()
+    with RunSignals(stops_after_step=True, activity=activity) as heard:
         for _ in range(3):
             send(signal.SIGHUP)
         assert heard.stop_requested and heard.is_hung_up
+        assert activity.notice.startswith("stopping after this step"), "for `status` in another terminal"
     with RunSignals(stops_after_step=True) as heard:
         send(signal.SIGTERM)
         assert heard.stop_requested and not heard.is_hung_up
