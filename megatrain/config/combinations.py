@@ -365,11 +365,8 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
             "Write sgd_momentum = 0.9, or leave sgd_nesterov out",
         )
     if optimizer.optim == "custom" and not optimizer.custom_optimizer:
-        yield Problem(
-            "optimizer.optim",
-            'optimizer.optim = "custom" needs optimizer.custom_optimizer',
-            'Write custom_optimizer = "NAME", with the name in its package',
-        )
+        text = 'optimizer.optim = "custom" needs optimizer.custom_optimizer'
+        yield Problem("optimizer.optim", text, 'Write custom_optimizer = "NAME", with the name in its package')
     for index, group in enumerate(optimizer.groups):
         key = f"optimizer.groups.{index}"
         if group.learning_rate is None and group.weight_decay is None and group.lr_mult in (None, 1.0):
@@ -414,22 +411,16 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_warmup(config: RunConfig) -> Iterator[Problem]:
-    warmup, steps = config.optimizer.warmup_steps, config.training.max_steps
+    key, warmup, steps = "optimizer.warmup_steps", config.optimizer.warmup_steps, config.training.max_steps
     name = config.optimizer.lr_scheduler_type
     if name not in _SCHEDULE_ARGUMENTS:
         return
     if warmup >= 1 and warmup != int(warmup):
-        yield Problem(
-            "optimizer.warmup_steps",
-            f"optimizer.warmup_steps = {warmup} is not a whole number of steps",
-            f"Write {int(warmup)}, or a fraction below 1 of all steps",
-        )
+        advice = f"Write {int(warmup)}, or a fraction below 1 of all steps"
+        yield Problem(key, f"{key} = {warmup} is not a whole number of steps", advice)
     elif warmup >= 1 and 0 < steps <= warmup and name != "constant":
-        yield Problem(
-            "optimizer.warmup_steps",
-            f"the warm-up of {int(warmup)} steps does not end within the {steps} steps of the run",
-            "Write fewer, or a fraction below 1 of all steps",
-        )
+        text = f"the warm-up of {int(warmup)} steps does not end within the {steps} steps of the run"
+        yield Problem(key, text, "Write fewer, or a fraction below 1 of all steps")
 
 
 def _check_attention(config: RunConfig) -> Iterator[Problem]:

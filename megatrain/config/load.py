@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,8 @@ def load_config(
     value_errors = [problem for problem in errors if first_problems[problem.key] is problem]
     problems += [*unknown, *tree.locate(unset_variables(tree.values)), *tree.locate(value_errors)]
     if config is not None:
-        suggested_keys = [key for each in problems for key in _SUGGESTION.findall(each.remedy)]
         bad_combinations = tree.locate(find_bad_combinations(config))
-        # Drop problems that mention the correct name of a misspelled key, because they may follow from the misspelling.
+        suggested_keys = _suggested_keys(problems)
         problems.extend(bad for bad in bad_combinations if not any(_follows_from(bad, key) for key in suggested_keys))
         warnings.extend(find_warnings(config))
     is_overlay = not tree.values.keys() & {"task", "output_dir", "data", "model"}
@@ -159,7 +158,7 @@ def salvage(
     messages = {problem.message for problem in problems}
     wrong_keys = [problem.key for problem in problems]
     new_problems: list[Problem] = []
-    removed_keys: list[str] = []
+    removed_keys = _suggested_keys(problems)
     for _ in range(_MAX_ROUNDS):
         removals = [tree.remove(key) for key in wrong_keys if key]
         removed_keys += [key for key in wrong_keys if key]
@@ -180,6 +179,11 @@ def salvage(
         if not any(removals) and not any(tree.has(key) for key in wrong_keys):
             break
     return None, new_problems
+
+
+def _suggested_keys(problems: Iterable[Problem]) -> list[str]:
+    """Return the correct names of misspelled keys. Problems that mention them may follow from the misspelling."""
+    return [key for problem in problems for key in _SUGGESTION.findall(problem.remedy)]
 
 
 def _follows_from(problem: Problem, removed_key: str) -> bool:

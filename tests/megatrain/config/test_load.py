@@ -403,6 +403,7 @@ def test_misspelled_key_causes_no_follow_up_problems(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(write(tmp_path, fixed))
     assert [problem.key for problem in raised.value.problems] == ["data.max_lenght"]
+    assert salvage(tmp_path / "run.toml", (), raised.value.problems)[1] == [], "nor by `check`"
 
 
 def test_synonym_of_a_choice_suggests_the_valid_value(tmp_path: Path) -> None:
