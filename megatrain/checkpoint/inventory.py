@@ -102,7 +102,7 @@ def checkpoint_folders(run: Path | str) -> list[Path]:
         if matches := [path for path in folders if (path / SNAPSHOT_FOLDER).is_dir() or (path / RANKS_NAME).is_file()]:
             return matches
     if not root.is_dir():
-        raise CheckpointError(f"'{root}' is not a folder. Give the output_dir of a run")
+        raise CheckpointError(f"'{root}' does not exist or is not a folder. Give the output_dir of a run")
     raise CheckpointError(f"'{root}' holds no checkpoint. Give the output_dir of a run that saved")
 
 

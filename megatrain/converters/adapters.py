@@ -610,7 +610,8 @@ def read_adapter_settings(folder: Path | str) -> Any:
     path = Path(folder, ADAPTER_CONFIG)
     prefix = "lora.adapter_name_or_path: "
     if not Path(folder).is_dir():
-        raise AdapterError(f"{prefix}{folder} is not a folder. Name one with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+        problem = "is not a folder" if Path(folder).exists() else "does not exist"
+        raise AdapterError(f"{prefix}{folder} {problem}. Name a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -127,7 +127,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         advice = "Use the folder that contains config.json and *.safetensors"
         if not folder.is_absolute():  # the name can be a hub id
             advice += ", or the id of a model on the hub, as OWNER/NAME"
-        raise ModelFolderError(folder, f"is not a folder. {advice}")
+        raise ModelFolderError(folder, f"{'is not a folder' if folder.exists() else 'does not exist'}. {advice}")
     path = folder / "config.json"
     if not path.exists():
         _reject_adapter(folder)

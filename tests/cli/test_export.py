@@ -121,7 +121,7 @@ def test_usage(run: SavedRun, tmp_path: Path) -> None:
         ([run.out, out, "--dtype", "int8"], 2, "'int8' is not one of"),
         ([run.out, out, "--max-shard-size", "5"], 2, '--max-shard-size: 5 has no unit. Write "5GiB" or "5GB"'),
         ([run.out, out, "--max-shard-size", "0GB"], 2, "must be at least 1 byte"),
-        ([run.out, out, "--model", tmp_path / "nowhere"], 2, "is not a folder"),
+        ([run.out, out, "--model", tmp_path / "nowhere"], 2, "does not exist"),
         ([run.out, tmp_path / "mine"], 2, "is neither empty nor"),
         ([run.out, out, "--ema"], 1, "no average of the weights"),
     ):

@@ -83,7 +83,7 @@ def test_missing_model_folder_is_reported_before_the_export(trained: SavedRun, t
         (tmp_path / "moved").rename(trained.folder / "model")
     assert verified.exit_code == 0 and "note: an export needs the" in verified.stdout
     assert all("--model FOLDER" in info["note"] for info in listed)
-    assert continued.exit_code == 2 and "is not a folder" in continued.stderr
+    assert continued.exit_code == 2 and "does not exist" in continued.stderr
     assert exported.exit_code == 1 and "--model FOLDER" in exported.stderr
 
 

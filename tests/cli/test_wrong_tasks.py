@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "scores that are not there": ("run", ("task=distill", "distill.scores=nowhere"), 2, "there are no scores in"),
     "a teacher of random weights": ("score", ("model.train_from_scratch=true", "task=sft"), 2, "meaningless"),
     "adapters scored": ("score", (*LORA, "task=sft"), 2, "a model with separate adapters cannot be scored"),
-    "an adapter that is not there": ("run", ("lora.adapter_name_or_path=nowhere",), 2, "is not a folder"),
+    "an adapter that is not there": ("run", ("lora.adapter_name_or_path=nowhere",), 2, "does not exist"),
     "an unknown quantization": (
         "run",
         (*LORA, "model.model_name_or_path=gptq"),

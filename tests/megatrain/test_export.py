@@ -164,7 +164,7 @@ def test_missing_model_folder_is_reported(tmp_path: Path) -> None:
     (run.folder / "model").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"the model in '.*w/model', which does not exist.*--model"):
         export_checkpoint(run.out, tmp_path / "out")
-    with pytest.raises(ModelFolderError, match="is not a folder"):
+    with pytest.raises(ModelFolderError, match="does not exist"):
         export_checkpoint(run.out, tmp_path / "out", model_folder=tmp_path / "nowhere")
     out = export_checkpoint(run.out, tmp_path / "out", model_folder=tmp_path / "elsewhere")
     for name in ("model.safetensors", "tokenizer.json", "export.json"):

@@ -132,7 +132,7 @@ def test_outdated_top_file_is_ignored_and_reported(run: SavedRun) -> None:
 def test_empty_folder_is_reported(tmp_path: Path, run: SavedRun) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         RunInventory(tmp_path / "nowhere")
     (tmp_path / "snap").mkdir()
     assert RunInventory(tmp_path).entries == []

@@ -310,7 +310,7 @@ def test_experts_of_different_shapes_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_model_folder_gives_a_specific_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="is not a folder"):
+    with pytest.raises(ModelFolderError, match="does not exist"):
         read_config(tmp_path / "absent")
 
 
