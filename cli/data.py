@@ -69,10 +69,11 @@ def _print_row(preview: RowPreview, has_color: bool) -> None:
 
     share = 100.0 * preview.num_trained / max(1, preview.num_tokens)
     figures = f"{preview.num_tokens:,} tokens, {preview.num_trained:,} trained ({share:.1f}%)"
-    if preview.num_tokens_before > preview.num_tokens:
-        figures += f", cut from {preview.num_tokens_before:,}"
     if preview.num_pieces > 1:
         figures += f", in {preview.num_pieces:,} pieces"
+    if preview.num_tokens_before > preview.num_tokens:
+        note = ", from the start of {:,} tokens; the run uses all" if preview.is_text else ", cut from {:,} tokens"
+        figures += note.format(preview.num_tokens_before)
     echo_wrapped(f"{style_text(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
     if preview.where:
         echo_wrapped(style_text(preview.where, dim=True))
@@ -90,12 +91,8 @@ def _print_row(preview: RowPreview, has_color: bool) -> None:
     parts = []
     for segment in preview.segments:
         text = _escape_controls(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
-        if has_color:
-            parts.append(
-                click.style(text, fg="green", bold=True) if segment.is_trained else click.style(text, dim=True)
-            )
-        else:
-            parts.append(f"{_BEGIN}{text}{_END}" if segment.is_trained else text)
+        style: dict[str, object] = {"fg": "green", "bold": True} if segment.is_trained else {"dim": True}
+        parts.append(style_text(text, **style) if has_color or not segment.is_trained else f"{_BEGIN}{text}{_END}")
     if parts:
         click.echo("".join(parts))
 
@@ -137,8 +134,8 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
     stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: echo_wrapped(text, err=True))
     if as_json:
         click.echo(json.dumps(stats.to_json()))
-        return 0
-    _print_stats(stats, is_packed=bool(packing), max_length=data.table.max_length)
+    else:
+        _print_stats(stats, is_packed=bool(packing), max_length=data.table.max_length)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class RowPreview:
         segments: The shown text, in order. Empty if the row cannot be tokenized.
         num_tokens: Number of tokens in the shown text.
         num_trained: Number of shown tokens that are in the loss.
-        num_tokens_before: Number of tokens before truncation.
+        num_tokens_before: Number of tokens of the whole text.
         dropped: Reason why the row is not used for training, or "".
         num_pieces: Number of documents that the shown text is split into. Each begins with the start tokens.
         left_out: Fields of the row that the chat template does not render.
@@ -63,6 +63,7 @@ class RowPreview:
     dropped: str = ""
     untrained_turns: tuple[str, ...] = ()
     num_pieces: int = 1
+    is_text: bool = False
     left_out: tuple[str, ...] = ()
     special_tokens: tuple[str, ...] = ()
 
@@ -134,13 +135,9 @@ def _preview_text(
     if isinstance(tokenized, RowError):
         reason = str(tokenized).removeprefix(f"{tokenized.location}: ")
         return RowPreview(number=row_number, where=tokenized.location, kind=title, dropped=reason)
-    tokens, trained = tokenized.tokens[: data.table.max_length], tokenized.trained[: data.table.max_length]
-    num_pieces = 1
-    if tokenized.is_text:
-        pieces = _split_start(tokenized, data.table.max_length, encoder)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        trained = [flag for piece in pieces for flag in piece.trained]
-        num_pieces = len(pieces)
+    pieces = _split_start(tokenized, data.table.max_length, encoder)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    trained = [flag for piece in pieces for flag in piece.trained]
     return RowPreview(
         number=row_number,
         where="" if isinstance(item, RowError) else item.location,
@@ -151,18 +148,18 @@ def _preview_text(
         num_tokens_before=len(tokenized.tokens),
         dropped=_drop_reason(data, tokenized, trained),
         untrained_turns=tokenized.untrained_turns,
-        num_pieces=num_pieces,
+        num_pieces=len(pieces),
+        is_text=tokenized.is_text,
         left_out=tokenized.omitted_fields,
         special_tokens=tokenized.special_tokens,
     )
 
 
-def _split_start(text: TokenizedRow, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
-    """Split the start of a text into documents, as in training."""
-    start = replace(
-        text, tokens=text.tokens[:_MAX_PREVIEW_TOKENS], trained=text.trained[:_MAX_PREVIEW_TOKENS], is_end=True
-    )
-    return list(TextCutter(max_length, encoder.start_tokens).cut(start))
+def _split_start(row: TokenizedRow, max_length: int, encoder: RowEncoder) -> Sequence[TokenizedRow | CutDocument]:
+    """Split the start of a text into documents, as in training. Truncate other rows."""
+    end = _MAX_PREVIEW_TOKENS if row.is_text else max_length
+    start = replace(row, tokens=row.tokens[:end], trained=row.trained[:end], is_end=True)
+    return list(TextCutter(max_length, encoder.start_tokens).cut(start)) if row.is_text else [start]
 
 
 def _drop_reason(data: DataSpec, text: TokenizedRow, trained: list[bool]) -> str:

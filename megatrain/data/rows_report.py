@@ -195,7 +195,9 @@ class DataReport:
 
     def __str__(self) -> str:
         share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
-        text = f"{pluralize(self.num_rows, 'row')}, {pluralize(self.num_documents, 'document')}, "
+        kinds = (" (a text file is one row)", " (pieces of texts, or answers)")
+        row_note, note = kinds if self.num_documents > self.num_rows else ("", "")
+        text = f"{pluralize(self.num_rows, 'row')}{row_note}, {pluralize(self.num_documents, 'document')}{note}, "
         text += f"{self.num_tokens:,} tokens ({share:.1f}% trained)"
         for count, label in (
             (self.num_truncated, "truncated"),
