@@ -116,8 +116,8 @@ def _lora(task: str, *, has_lora: bool) -> list[str]:
             *lines,
             _line("target_modules", "all-linear", 'or ["q_proj", "v_proj"]; auto: peft\'s choice'),
         ]
-    rate = TASK_FACTS[task].lora_learning_rate
-    hint = f"# To train small adapters instead of the whole model: remove the #, and write learning_rate = {rate}."
+    advice = f"remove the #, and write learning_rate = {TASK_FACTS[task].lora_learning_rate}"
+    hint = f"# To train small adapters instead of the whole model: {advice}."
     return [hint, "# [lora]", *(f"# {line}" for line in lines)]
 
 
@@ -136,9 +136,8 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
     length = _max_length(machine, model)
     lines = ["[data]", _line("max_length", length, "tokens in a row")]
     if TASK_FACTS[task].is_packed:
-        lines.append(
-            f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
-        )
+        comment = "default, if the model supports it: documents share a row; false: one per row"
+        lines.append(f"{'# packing = true':<{_COLUMN}}  # {comment}")
     if TASK_FACTS[task].train_on is None:
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
     lines += ["", "[[data.train]]"]

@@ -214,7 +214,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         "plain text, loss on every token",
         "data/*.txt",
         1e-4,
-        2e-4,
+        1e-4,
         rows=lambda table: "text_rows.TEXTS",
         is_streamed=True,
         train_on="all",
