@@ -260,7 +260,7 @@ def test_rows_to_evaluate_on(run: SavedRun) -> None:
     shutil.copy(run.folder / "data.txt", run.folder / "held_out.txt")
     result = check(run, "--json", more='[[data.eval]]\npath = "held_out.txt"\n')
     assert result.exit_code == 0, result.output
-    assert findings(result)["eval data"][0]["text"].startswith("held_out: 1 row,")
+    assert findings(result)["eval data"][0]["text"].startswith("held_out: 1 row (a text file is one row), 31 documents")
     missing = check(run, "--json", more='[[data.eval]]\npath = "nowhere.txt"\n')
     assert missing.exit_code == 4
     assert "nowhere.txt" in findings(missing)["eval data"][0]["text"]

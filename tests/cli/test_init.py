@@ -252,6 +252,7 @@ def test_adapters(here: Path) -> None:
     assert call("init", "--lora").exit_code == 0
     config = load_config("run.toml").config
     assert (config.lora.r, config.lora.lora_alpha, config.optimizer.learning_rate) == (16, 32, 1e-4)
+    assert {TASK_FACTS[task].lora_learning_rate for task in ("sft", "pretrain", "distill", "reward")} == {1e-4}
     assert not config.tiers.nvme, "the model is read from its folder"
     assert call("init", "full.toml").exit_code == 0
     text = Path("full.toml").read_text()
