@@ -84,7 +84,7 @@ class WholeCopies:
         self._directory.close()
 
     def keep_only(self, generations: Collection[int]) -> None:
-        """Remove all copies except those in ``generations``. After an ``OSError``, the next ``copy`` removes the rest."""
+        """Remove all copies except ``generations``. After an ``OSError``, the next ``copy`` removes the rest."""
         for generation in sorted(set(newest_first(self.path)) - set(generations)):
             self._remove(generation)
 
