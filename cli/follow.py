@@ -97,7 +97,7 @@ class _JsonLines(_Lines):
     def show(self, status: RunStatus) -> None:
         if status.updated_at + str(status.step) != self._message:
             self._message = status.updated_at + str(status.step)
-            self.print_message(json.dumps(status.to_json()))
+            click.echo(json.dumps(status.to_json()))
 
 
 class _TerminalView(_Lines):
