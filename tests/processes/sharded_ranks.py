@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import megatrain
+from megatrain.ranks.dtensors import add_over_shards
 from megatrain.ranks.world import World
 from tiered import TieredStore
 
@@ -214,6 +215,19 @@ def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: 
     load(states, checkpoint_id=folder / "saved", no_dist=not torch.distributed.is_initialized())
     module.load_state_dict(states["model"])
     set_optimizer_state_dict(module, optimizer, states["optimizer"])
+
+
+def sums_over_shards(world: World) -> list[float]:
+    """Return the sums over four ranks for differently sharded parameters. The last two are not sharded."""
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    row, grid = (torch.distributed.init_device_mesh("cpu", shape) for shape in ((4,), (2, 2)))
+    split, copied = Shard(0), Replicate()
+    placements: list[list[Placement]] = [[split, split], [split, copied], [copied, split], [copied, copied]]
+    parameters = [distribute_tensor(torch.ones(4), row, [split]) for _ in range(2)]
+    parameters += [distribute_tensor(torch.ones(4), grid, each) for each in placements]
+    value = 10.0**world.rank
+    return add_over_shards([*parameters, torch.ones(4)], [value, 2 * value, value, value, value, 3.0, 4.0])
 
 
 def run_all(world: World, folder: Path) -> dict[str, Any]:

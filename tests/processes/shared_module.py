@@ -188,6 +188,25 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
     return found
 
 
+def measure_before_step(world: World) -> dict[str, Any]:
+    """Take two steps. Before each, measure the gradient norm twice, and run another backward, which must be refused."""
+    torch.distributed.init_process_group("gloo")
+    layer = nn.Linear(8, 8, bias=False)
+    nn.init.zeros_(layer.weight)
+    found: dict[str, Any] = {"norms": [], "late": []}
+    with megatrain.open_store(ram="24MiB") as store:
+        module = megatrain.offload(layer, store, group=torch.distributed.group.WORLD)
+        optimizer = megatrain.TieredSGD(module.parameters(), lr=1.0)
+        for _ in range(2):
+            module(torch.ones(1, 8)).sum().backward()
+            found["norms"] += [optimizer.measure_grad_norm() for _ in range(2)]
+            found["late"].append(said(module(torch.ones(1, 8)).sum().backward))
+            optimizer.step()
+            optimizer.zero_grad()
+        found["weight"] = copied(module)["weight"].unique().tolist()
+    return found
+
+
 def run_all(world: World, folder: Path, cases: Sequence[str]) -> dict[str, Any]:
     """Run the given cases. With two ranks, also make the requests that must be refused."""
     if world.is_single:  # a single rank also passes a process group to offload

@@ -115,6 +115,13 @@ def test_results_match_torch(ranks: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
+def test_values_are_summed_over_all_ranks_of_each_sharded_mesh_dimension() -> None:
+    """Rank r adds 10 ** r. In the grid, columns are the ranks (0, 2) and (1, 3), and rows are (0, 1) and (2, 3)."""
+    columns, rows = [101.0, 1010.0] * 2, [11.0, 11.0, 1100.0, 1100.0]
+    for rank, found in enumerate(run_on_ranks(4, sharded_ranks.sums_over_shards)):
+        assert found == [1111.0, 2222.0, 1111.0, columns[rank], rows[rank], 3.0, 4.0]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_one_process_resumes_from_two_ranks(folder: Path, ranks: list[dict[str, Any]]) -> None:
     for case in SAME_BITS_AS_ONE_PROCESS:

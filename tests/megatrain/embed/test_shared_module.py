@@ -63,6 +63,13 @@ def test_results_are_bit_identical_for_any_number_of_ranks(tmp_path: Path) -> No
     check_refusals([rank["refused"] for rank in ranks])
 
 
+def test_gradients_measured_before_a_step_are_exchanged_only_once() -> None:
+    (found,) = run_on_ranks(1, shared_module.measure_before_step)
+    assert found["norms"] == [8.0] * 4 and found["weight"] == [-2.0]
+    for text in found["late"]:
+        assert text.startswith("WeightInUseError: a gradient of weight arrived after gradients were exchanged")
+
+
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     (alone,), *others = (run_ranks(world, tmp_path / str(world), list(CASES)) for world in (1, 2, 4))
