@@ -21,7 +21,7 @@ from fakes.record_files import record
 from fakes.recorded_disk import SURVIVALS, Disk, Mark, Names, Recording, Survival, Sync, cut_power, scan
 from oracles.power_cut_runs import LAYOUTS, Contents, History, Layout, Trainer, check_newest, check_older
 from tiered import MiB, TieredError
-from tiered.durable.manifest import list_generations
+from tiered.durable.manifest import Manifest, forget_generation, list_generations, write_manifest
 
 pytestmark = pytest.mark.fault
 
@@ -213,6 +213,17 @@ def test_power_cut_before_the_first_commit_leaves_a_usable_folder(layout: Layout
         for survival in chance.sample(SURVIVALS, 3):
             recreate_folder(root, cut_power(recording, cut, survival, chance))
             assert check_newest(root, layout, history) == 0, (recording.operations[cut - 1], survival)
+
+
+def test_a_power_cut_brings_no_forgotten_generation_back(folder_in_memory: Path) -> None:
+    root = folder_in_memory / "recorded"
+    for generation in (1, 2):
+        write_manifest(root, Manifest(generation, ()))
+    with record(root) as recording:
+        forget_generation(root, 1)
+    for survival in SURVIVALS:
+        recreate_folder(root, cut_power(recording, len(recording.operations), survival, random.Random(0)))
+        assert list_generations(root) == [2], survival
 
 
 @pytest.mark.slow
