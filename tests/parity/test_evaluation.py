@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,8 @@ from megatrain.base.progress import Activity
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
+from megatrain.data.loader import BatchLoader
+from megatrain.data.row_order import EpochOrder
 from megatrain.extras.report.figures import compute_figures
 from megatrain.extras.report.history import read_history
 from megatrain.extras.report.page import render_page
@@ -28,7 +31,7 @@ from megatrain.plan.forward import plan_averages
 from megatrain.plan.plan import Plan
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.run.loggers import last_evaluations
-from megatrain.tasks.evaluation import EvaluationSet, Evaluator, count_pass_traffic, load_evaluation_sets
+from megatrain.tasks.evaluation import EvaluationSet, Evaluator, Sampler, count_pass_traffic, load_evaluation_sets
 from megatrain.trace.trace import trace_visits
 from megatrain.training.export import export_checkpoint
 from megatrain.training.resolve import resolve_evaluation
@@ -247,6 +250,20 @@ def test_stopped_sampling_frees_its_memory(sampled: WholeRun) -> None:
         whole = sampler.generate_samples("held_out", store, activity, lambda: False)
         assert tuple(whole) == sampled.told.evaluations[0].samples
         assert before == (set(store), store.stats().tiers["ram"].used_bytes)
+
+
+def test_small_evaluation_sets_do_not_change_how_others_are_sampled(sampled: WholeRun) -> None:
+    evaluation, batch = resolve_evaluation(sampled.config), sampled.plan.run.batch
+    tokenizer = load_tokenizer(sampled.config.model.model_name_or_path)
+    large, small = load_sets_of_run(sampled)
+    for num_rows in (0, 1):
+        dataset = small.loader.dataset
+        dataset = replace(dataset, trained=dataset.trained & (num_rows > 0), in_use=np.arange(1))
+        shape = sampled.plan.run.data.batch_shape(batch.micro_batch_rows, small.num_micro_batches)
+        loader = BatchLoader(EpochOrder(dataset, shape, 0), sampled.plan.run.data.collator(shape, tokenizer))
+        sampler = Sampler.for_sets(evaluation, sampled.plan, [large, replace(small, loader=loader)], tokenizer)
+        assert sampler is not None, "the other set has rows"
+        assert (sampler.plan.run.batch.micro_batch_rows, sampler.plan.run.batch.num_micro_batches) == (2, 2)
 
 
 AVERAGED = {"optimizer": "ema_decay = 0.5", "precision": 'compute_dtype = "bfloat16"'}
