@@ -191,6 +191,13 @@ def test_acquire_many_gives_all_or_nothing(store: TieredStore) -> None:
     assert store.stats().tiers["ram"].leased_bytes == 0
     with pytest.raises(ValueError, match="same block twice"):
         store.acquire_many([("a", "ram", "r"), ("a", "ram", "w")])
+    store.register("new", SHAPE, torch.float32, home="nvme")
+    for key in ("new", "a"):  # a block that was never moved, and one that was
+        flush(store, *"abcde")
+        with store.acquire("b", "ram", "r"), pytest.raises(LeaseError):
+            store.acquire_many([(key, "ram", "w"), ("b", "ram", "w")])
+        assert store.stats().tiers["ram"].used_bytes == BLOCK_BYTES, "only b may be in RAM"
+    assert read(store, "a") == 0
 
 
 def test_concurrent_acquire_many_calls_do_not_deadlock(tmp_path: Path) -> None:
