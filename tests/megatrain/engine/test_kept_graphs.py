@@ -239,6 +239,25 @@ def num_graphs() -> int:
     return sum(issubclass(type(item), KeptGraph) for item in gc.get_objects())
 
 
+class GraphCounter(MemoryAccess):
+    """Access that counts the kept graphs at the start of each visit's backward."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_graphs: list[int] = []
+
+    def begin(self, phase: str, visit: int) -> None:
+        super().begin(phase, visit)
+        if phase == "backward":
+            self.num_graphs.append(num_graphs())
+
+
+def test_each_backward_frees_the_graphs_of_its_visit() -> None:
+    side = Side(tiny_config("llama"), kept=ALL, access=GraphCounter)
+    side.step()
+    assert side.access.num_graphs == [15, 12, 9, 6, 3]  # three micro-batches in each of five visits
+
+
 def test_failed_step_leaves_no_graph_and_the_next_is_correct() -> None:
     config = tiny_config("llama")
     expected = Side(config).step()
