@@ -21,6 +21,7 @@ from megatrain.plan.residents import Residency
 from megatrain.plan.run_tiers import link_pair
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traffic import Traffic
+from megatrain.plan.working_sets import WorkingSets
 from megatrain.ranks.shards import RankShards
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
@@ -208,3 +209,14 @@ def test_blocks_refused_by_the_bound_would_not_fit(data: st.DataObject) -> None:
         with mock.patch("megatrain.plan.placement._HomeState._is_too_full", return_value=False):
             expected = solved(PlacementSolver(steps, tiers, EITHER, None, 0.9), room)
         assert solved(solver, room) == expected
+
+
+def test_few_blocks_are_moved_on_trial_to_a_full_tier() -> None:
+    """A trial adds the block's bytes and subtracts them again. With a trial per block, planning would be slow."""
+    blocks = {f"w{number}": BlockPlan(f"w{number}", "weights", 100, torch.int8) for number in range(50)}
+    ticks = tuple(Tick("forward", number, ((key, "r"),)) for number, key in enumerate(blocks))
+    with mock.patch.object(WorkingSets, "add", autospec=True, side_effect=WorkingSets.add) as changes:
+        placement = solve(StepProgram(blocks, ticks, "ram"), 1000, EITHER)
+    num_moved = list(placement.homes.values()).count("ram")
+    num_trials = 2  # of the blocks in the fullest two ticks
+    assert num_moved == 8 and changes.call_count == num_moved + 2 * num_trials
