@@ -74,7 +74,7 @@ def main() -> int:
         path.write_text(config.model_dump_json(), encoding="utf-8")
         curves = {side: measure(side, path, arguments.steps) for side in SIDES}
         state_bytes = STATE_BYTES_PER_PARAMETER * num_parameters(model)
-    ram_bytes = int(config.tiers.ram.size)
+    ram_bytes = config.tiers.ram.size.nbytes
     for side, curve in curves.items():
         report.row(f"{side}.peak", curve.peak_bytes, "bytes")
     report.row("state", state_bytes, "bytes")
@@ -168,7 +168,7 @@ def _samples(process: subprocess.Popen[str], start_s: float) -> Iterator[tuple[f
 
 # -- picture -------------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 360, 70, 190, 50, 40
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 360, 70, 250, 50, 40
 
 
 def picture(curves: Mapping[str, Curve], title: str, state_bytes: int, ram_bytes: int) -> str:

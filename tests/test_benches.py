@@ -54,6 +54,7 @@ ARGUMENTS = {
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
     "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],
+    "memory_over_time": ["--quick", "--steps", "2"],
     "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
     "checkpoint": ["--quick", "--sizes", "0.002", "--blocks", "5", "--rounds", "1", "--saves", "1"],
     "many_blocks": ["--quick", "--blocks", "50", "--checkpoints", "3"],
