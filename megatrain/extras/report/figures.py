@@ -364,7 +364,7 @@ def _rate(steps: Sequence[Mapping[str, Any]], key: str, seconds: float) -> float
 def _tiers(history: RunHistory) -> dict[str, PlanComparison]:
     """Return the peak of each tier, only over steps and starts with the capacities of the last start."""
     plan, capacities, peaks = history.plan.get("peak_bytes", {}), _capacities(history), dict[str, float]()
-    known = (None, {}, capacities)
+    known: tuple[Mapping[str, int] | None, ...] = (None, {}, capacities)
     lines = [line for line in (*history.steps, *history.ends) if line.get("tier_capacity_bytes") in known]
     for tiers in (line.get("tier_used_bytes", line.get("tier_peak_bytes", {})) for line in lines):
         for tier, nbytes in tiers.items():
