@@ -176,7 +176,7 @@ def test_hub_names_are_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_hub_name_without_datasets_package_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"tatsu-lab/alpaca: there is no such file or folder, and .* install the data"):
+    with pytest.raises(DataError, match=r"tatsu-lab/alpaca: there is no such file .* install datasets: pip install"):
         list(read_rows("tatsu-lab/alpaca"))
 
 
