@@ -204,6 +204,10 @@ def test_unmounted_fstab_entries_are_found(tmp_path: Path) -> None:
     assert missing_mount(point / "blocks", table) == str(point)
     assert missing_mount(tmp_path / "other", table) is None
     assert missing_mount(point, tmp_path / "none") is None
+    # Only a newline ends a line of fstab, but str.splitlines also splits at other characters.
+    other = tmp_path / "a\x85b"
+    table.write_bytes(f"UUID=2 {other} xfs defaults 0 2\n".encode())
+    assert missing_mount(other / "blocks", table) == str(other)
     table.write_text(f"UUID=2 {file_system_of(tmp_path).mount_point} ext4 defaults 0 2\n")
     assert missing_mount(point, table) is None
 

@@ -395,6 +395,17 @@ DEEPSPEED_GAPS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
         {f"scheduler.params.{name}" for name in ("warmup_min_ratio", "cos_min_ratio", "warmup_type")},
         {"optimizer.lr_scheduler_type": "cosine", "optimizer.warmup_steps": 2, "optimizer.learning_rate": 1e-4},
     ),
+    "cosine with DeepSpeed's defaults": (
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 10, "warmup_num_steps": 2, "warmup_min_ratio": 0},
+            },
+        },
+        {f"scheduler.params.{name}" for name in ("cos_min_ratio", "warmup_type")},
+        {"optimizer.lr_scheduler_type": "cosine", "optimizer.warmup_steps": 2},
+    ),
     "linear warm-up": (
         {
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
