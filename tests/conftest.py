@@ -162,7 +162,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let plans of the same model on the same rows share one trace, except in the tests of ``TRACED_ANEW``."""
+    """Share one trace among plans of the same model on the same rows, except in the tests of ``TRACED_ANEW``."""
     if request.node.nodeid.startswith(TRACED_ANEW):
         monkeypatch.delenv("KEPT_TRACES")
         yield

@@ -304,7 +304,7 @@ def test_adapter_folder_is_recognized_as_an_adapter(run: SavedRun) -> None:
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification"])
 def test_model_of_another_task_is_reported_with_a_remedy(run: SavedRun, task: str) -> None:
-    """The model folder is saved by transformers. Its tensors differ from those of a language model."""
+    """The model folder is saved by transformers. It has other tensors than a language model."""
     import transformers
 
     auto = getattr(transformers, f"AutoModel{task}")

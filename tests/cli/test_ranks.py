@@ -355,7 +355,7 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
 def test_early_stopping_and_best_checkpoint_apply_to_all_ranks(
     made: SavedRun, tmp_path: Path, worlds: Sequence[int]
 ) -> None:
-    """Evaluations match those of a run with one process, stop the run early, and choose the checkpoint to export."""
+    """Evaluations match a run with one process, stop the run early, and choose the checkpoint to export."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
     keys = options(*SAVED, "checkpoint.load_best_model_at_end=true", "checkpoint.save_total_limit=2")
     patience, steps = 2, 6

@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the planner use a GPU tier of the configured size on a machine without a GPU. Trace layers on the CPU."""
+    """Make the planner accept a GPU tier of the configured size on a machine without a GPU. Trace layers on the CPU."""
     compute_tier = TierSpecs.compute_tier
     devices: list[str] = []
 

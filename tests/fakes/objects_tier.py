@@ -38,6 +38,6 @@ class ObjectsTier(run_tiers.RunTier):
 
 @contextmanager
 def objects_tier(url: str, capacity_bytes: int) -> Iterator[None]:
-    """Add an object tier to every run within the context. The arguments are those of `ObjectsTier`."""
+    """Add an object tier to every run within the context. The arguments are passed to `ObjectsTier`."""
     with mock.patch.object(run_tiers, "RUN_TIERS", (*run_tiers.RUN_TIERS, ObjectsTier(url, capacity_bytes))):
         yield

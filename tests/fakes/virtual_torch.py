@@ -87,7 +87,7 @@ def class_of(make: Callable[..., Any]) -> type:
 
 @functools.cache
 def register_lazy_device_guard() -> None:
-    """Let autograd accept tensors of the device type "lazy", for which torch has no device guard.
+    """Make autograd accept tensors of the device type "lazy", for which torch has no device guard.
 
     Autograd gets streams from the guard, so register the guard of meta tensors, which does nothing. The registry is an
     array of pointers, indexed by device type.

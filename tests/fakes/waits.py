@@ -32,7 +32,7 @@ METHODS = ("cpu", "numpy", "tolist")
 
 
 class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that counts operations that would make the host wait, by name. Indexing with a mask counts too."""
+    """Mode that counts operations that would make the host wait, by name. Indexing with a mask also counts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

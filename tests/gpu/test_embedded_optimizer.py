@@ -1,6 +1,6 @@
 """Store-backed optimizers with ordinary parameters on a GPU.
 
-Losses match those of torch's optimizers, and are bit-identical wherever the state is stored. Copies wait for the
+Losses match torch's optimizers, and are bit-identical wherever the state is stored. Copies wait for the
 kernels that precede them.
 """
 

@@ -1,6 +1,6 @@
 """Compiled layers, MLPs in pieces and liger kernels on a GPU.
 
-Losses are close to those of plain layers, and results are bit-identical for all placements.
+Losses are close to the losses of plain layers, and results are bit-identical for all placements.
 """
 
 from __future__ import annotations

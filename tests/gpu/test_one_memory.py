@@ -1,6 +1,6 @@
 """Runs on a GPU that shares the host's memory.
 
-Such runs have one tier for this memory, and copy nothing within it. Results are bit-identical to those of a discrete
+Such runs have one tier for this memory, and copy nothing within it. Results are bit-identical to the results of a discrete
 GPU.
 """
 

@@ -46,7 +46,7 @@ _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.model
 
 @contextmanager
 def cached_traces() -> Iterator[None]:
-    """Let plans reuse a trace if the model, the arguments and all relevant code are the same."""
+    """Make plans reuse a trace if the model, the arguments and all relevant code are the same."""
     with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield
 

@@ -318,7 +318,7 @@ def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None
 
 
 def score(row: Row, place: Place, folder: Path) -> None:
-    """Let a teacher score the training data of a run, unless the folder with the scores exists."""
+    """Score the training data of a run with a teacher, unless the folder with the scores exists."""
     if folder.exists():
         return
     folder.mkdir(parents=True)

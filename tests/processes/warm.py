@@ -138,7 +138,7 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 
 
 def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
-    """Have the server start a process, adopt the process as a child, and return its pid."""
+    """Start a process through the server, adopt it as a child, and return its pid."""
     if not _address:
         _start_server()
     with socket.socket(socket.AF_UNIX) as connection:

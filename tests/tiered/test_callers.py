@@ -34,7 +34,7 @@ def caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[thre
     """Yield a thread that waits inside autograd's engine. It has leased "one", which fills RAM."""
     has_lease, end = threading.Event(), threading.Lock()
     end.acquire()
-    # The real engine waits in C++, so the innermost Python frame is that of the engine's caller.
+    # The real engine waits in C++, so the innermost Python frame belongs to the engine's caller.
     engine = SimpleNamespace(run_backward=end.acquire)
     monkeypatch.setattr(graph, "Variable", SimpleNamespace(_execution_engine=engine))
 

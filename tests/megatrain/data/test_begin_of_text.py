@@ -23,7 +23,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having l
 
 @pytest.fixture
 def with_bos(tokenizer: Any) -> Any:
-    """Return a tokenizer that puts <s> before every text, as those of Llama and Gemma do."""
+    """Return a tokenizer that puts <s> before every text, as the tokenizers of Llama and Gemma do."""
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template

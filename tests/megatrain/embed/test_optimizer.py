@@ -257,7 +257,7 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
         for x in xs[:4]:
             step(module, optimizer, x)
             step(without, other, x)
-            # The averages are of the fp32 masters, also for bf16 weights, so torch's average gets the masters too.
+            # The averages are of the fp32 masters, also for bf16 weights, so torch's average also gets the masters.
             twin.load_state_dict(masters_of(module, optimizer))
             oracle.update_parameters(twin)
             with optimizer.averaged_parameters():

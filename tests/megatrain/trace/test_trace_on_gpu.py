@@ -110,7 +110,7 @@ def test_flash_attention_backward_allocations(
 ) -> None:
     """The kernel allocates fp32 query gradients for each split, and key and value gradients for all 28 heads.
 
-    The shapes are those of a 7B model on 132 multiprocessors. The expected sizes in GB were derived from the kernel's
+    The shapes belong to a 7B model on 132 multiprocessors. The expected sizes in GB were derived from the kernel's
     source.
     """
     heads, few = (rows, 28, length, 128), (rows, 4, length, 128)

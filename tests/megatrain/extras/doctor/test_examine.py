@@ -126,7 +126,7 @@ def test_benchmark_data_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def copied(target: torch.Tensor, source: torch.Tensor) -> float:
         seen.append(source.cpu())
-        target.copy_(source)  # so that the copy in the other direction has random data, too
+        target.copy_(source)  # so that the copy in the other direction also has random data
         return 1e9
 
     monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))
