@@ -1,7 +1,7 @@
 """Runs on a GPU that shares the host's memory.
 
-Such runs have one tier for this memory, and copy nothing within it. Results are bit-identical to the results of a discrete
-GPU.
+Such runs have one tier for this memory, and copy nothing within it. Results are bit-identical to
+results on a discrete GPU.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_llama_layer_work_matches_a_hand_count() -> None:
     )  # fmt: skip
 
     def rotary_backward(numbers: int) -> Step:
-        """Count the gradient through the cosines, and the gradients of both halves, each padded with zeros and then added."""
+        """Count the gradient through the cosines, and both halves' gradients, each padded with zeros and then added."""
         times_table, half = (2 * numbers + table, 1), (3 * numbers // 2, 1)
         return total(times_table, (numbers, 1), half, half, (3 * numbers, 1), times_table, (3 * numbers, 1))
 
