@@ -41,7 +41,7 @@ class DataFacts:
     has_label: bool = False
 
     def without_template(self) -> DataFacts:
-        """Return facts in which renamed alpaca columns are prompts and completions, which need no chat template."""
+        """Return facts that use renamed alpaca columns as prompts and completions, which need no template."""
         if self.format != "alpaca" or not self.columns or "input" in self.fields:
             return self
         question, answer = (self.columns.get(name, name) for name in ("instruction", "output"))

@@ -46,7 +46,7 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
     """Create and return the folder for tokenized data, as set by ``data.cache_dir``. Return None to keep tokens in RAM.
 
     Raises:
-        DataError: The configured folder is not writable. If the default folder is not writable, None is returned.
+        DataError: The configured folder is not writable. A default folder that is not writable is not an error.
     """
     if cache_dir == "none":
         return None

@@ -188,7 +188,7 @@ class RankGroup:
         return result
 
     def notify(self, text: str) -> None:
-        """Have rank 0 show a message to the user, prefixed with this rank's number (except rank 0's). Thread-safe."""
+        """Show a message to the user through rank 0, with this rank's number unless it is 0. Thread-safe."""
         if self._watcher is not None:
             self._watcher.notify(text)
 

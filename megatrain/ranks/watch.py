@@ -211,7 +211,7 @@ class Watcher:
     # -- reports of this rank ------------------------------------------------------------------------------------
 
     def notify(self, text: str) -> None:
-        """Have rank 0 show a message to the user, prefixed with this rank's number (except rank 0's). Thread-safe."""
+        """Show a message to the user through rank 0, with this rank's number unless it is 0. Thread-safe."""
         if self._world.is_first:
             self.on_notice(text)
             return
