@@ -258,7 +258,8 @@ class VirtualCuda(LazyDevice):
         if isinstance(tensor, VirtualTensor):
             return False
         address = tensor.data_ptr()
-        return any(start <= address < start + nbytes for start, nbytes in list(self._locked_pages.items()))
+        # Another thread or a finalizer can release pages meanwhile: `copy` is atomic, `list(items())` is not.
+        return any(start <= address < start + nbytes for start, nbytes in self._locked_pages.copy().items())
 
     def page_locked(self, tensor: Tensor) -> Tensor:
         """Page-lock a new host tensor for the lifetime of the device, and return the tensor."""
