@@ -212,7 +212,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
         example = schema["examples"][0]
         yield f"{'a share' if example.endswith('%') else 'text'} such as {format_value(example)}"
     elif kind == "array":
-        yield "list of " + allowed_values(schema["items"])
+        yield "list of " + allowed_values(schema["items"]).replace("number", "numbers")
     elif kind == "object":
         names = schema.get("propertyNames", {}).get("enum")
         yield "table" + (f" with any of {', '.join(names)}" if names else "")
