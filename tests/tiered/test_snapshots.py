@@ -14,7 +14,7 @@ import torch
 import zarr
 
 from oracles.disk import bytes_on_disk
-from tiered import GenerationError, KiB, MiB, NvmeTier, TransferError
+from tiered import CapacityError, GenerationError, KiB, MiB, NvmeTier, TransferError
 from tiered.ext import Slot
 from tiered.tiers.layout import files_of
 
@@ -202,6 +202,35 @@ def test_adopt_keeps_the_snapshot_chunk_size_and_charges_it(tmp_path: Path) -> N
     tier.free(slot)
     assert tier.usage().used_bytes == 0
     tier.close()
+
+
+def test_adopt_refuses_files_that_do_not_fit(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB, chunk_bytes=12 * KiB)
+    slot = take(tier, 40_000)
+    tier.describe(slot, (40_000,), torch.uint8)
+    fill(tier, slot, 7)
+    tier.snapshots.take(slot, "1")
+    tier.close()
+    other_bytes = 8 * KiB
+    for spare_bytes in (4 * KiB, 8 * KiB):  # The files in the snapshot are 8 KiB larger than the slot.
+        tier = NvmeTier([tmp_path], 40 * KiB + other_bytes + spare_bytes, chunk_bytes=4 * KiB)
+        slot, other = take(tier, 40_000), take(tier, other_bytes, "other")
+        if spare_bytes == 8 * KiB:
+            tier.snapshots.adopt(slot, "1")
+            assert slot.slot_bytes == 48 * KiB and contents(tmp_path / "live", "layer.0/weight") == {7}
+        else:
+            with pytest.raises(CapacityError) as caught:
+                tier.snapshots.adopt(slot, "1")
+            assert str(caught.value) == (
+                "tier 'nvme' is too small: 8192 bytes (8.00 KiB) needed, 4096 (4.00 KiB) free, 0 pinned, 0 leased; "
+                "for 'layer.0/weight'"
+            )
+            assert slot.slot_bytes == 40 * KiB
+        assert tier.usage().used_bytes == slot.slot_bytes + other_bytes
+        tier.free(slot)
+        tier.free(other)
+        assert tier.usage().used_bytes == 0
+        tier.close()
 
 
 def test_adopt_names_missing_files(tmp_path: Path) -> None:

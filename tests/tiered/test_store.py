@@ -261,8 +261,13 @@ def test_release_detects_writes_under_a_read_lease(store: TieredStore, home: str
         write(KeyError("of the caller"))
     group = store.acquire_many([("a", "ram", "r"), ("b", "ram", "r")])
     group.of("b").tensor.zero_()
-    with pytest.raises(LeaseError, match="in place: 'b'"):
+    with pytest.raises(LeaseError, match=r"in place: 'b'\. "):
         group.release()
+    changed, other = store.acquire("a", "ram"), store.acquire("a", "ram")
+    changed.tensor.zero_()
+    other.release()
+    with pytest.raises(LeaseError, match=r"in place: 'a'\. "):
+        changed.release()
     # All leases have ended despite the errors. Writes by other leases before or after a read lease are not errors.
     modes: tuple[Mode, ...] = ("rw", "r", "w", "r")
     for mode in modes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import LRU, Access, CopyState, Schedule, StoreStats, TieredStore, TransferError
-from tiered.ext import EvictionPolicy
+from tiered import LRU, Access, CapacityError, CopyState, Event, Schedule, StoreStats, TieredStore, TransferError
+from tiered.events import TierStats
+from tiered.ext import EvictionPolicy, LinkUsage
 from tiered.testing.manual import ManualLink, MemoryTier
 
 TIMEOUT_S = 30
@@ -528,3 +530,213 @@ def test_arrived_copy_takes_no_space_in_intermediate_tiers(make: Callable[..., H
     assert hand.under_way() == [("disk", "ram")]
     hand.move()
     assert "gpu" in store.where("next")
+
+
+# -- what the store counts -----------------------------------------------------------------------------------------
+
+
+def test_moved_bytes_count_from_the_tick_that_needs_them(make: Callable[..., Hand]) -> None:
+    """Fetches begin ticks ahead. A failed fetch counts nothing until it is repeated."""
+    hand = make(8, 16)
+    store = hand.store
+    hand.add("a", "b", "c", "d")
+    before = store.stats()
+    ticks = {"a": 1, "b": 3, "c": 3, "d": 4}
+    store.set_schedule(Schedule([Access(tick, key, "ram") for key, tick in ticks.items()]))
+    store.advance(0)
+    assert hand.under_way() == [("disk", "ram")] * 4
+    hand.links["disk", "ram"].fail(1)
+    hand.move()
+    found = []
+    for tick in range(6):
+        store.advance(tick)
+        found.append((store.stats() - before).due_bytes)
+    assert found == [{"ram->disk": 0, "disk->ram": nbytes} for nbytes in (0, 1, 1, 3, 4, 4)]
+    assert hand.num_moved(before) == {"disk->ram": 4}
+
+
+def test_failed_write_back_counts_no_needed_bytes(make: Callable[..., Hand]) -> None:
+    hand = make(4, 4, 8)
+    store = hand.store
+    hand.add("a", value=1)
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(2)
+    before, nothing = store.stats(), dict.fromkeys(("gpu->ram", "ram->gpu", "ram->disk", "disk->ram"), 0)
+    moved = {**nothing, "gpu->ram": 1, "ram->disk": 1}
+    found = []
+    store.evict("a", "gpu")
+    found.append((store.stats() - before).due_bytes)
+    hand.links["gpu", "ram"].fail()
+    found.append((store.stats() - before).due_bytes)
+    store.evict("a", "gpu")
+    hand.move()
+    found.append((store.stats() - before).due_bytes)
+    assert found == [moved, nothing, moved]
+
+
+def test_blocked_eviction_counts_the_bytes_of_all_its_links(make: Callable[..., Hand]) -> None:
+    hand = make(2, 1, 8)
+    before = hand.store.stats()
+    in_the_way = _blocked(hand)
+    expected = {"gpu->ram": 1, "ram->gpu": 0, "ram->disk": 3, "disk->ram": 1}  # two of the writes fill the blocks
+    assert (hand.store.stats() - before).due_bytes == expected
+    assert hand.num_moved(before) == {"ram->disk": 2, "disk->ram": 1}
+    in_the_way.release()
+    hand.move()
+    assert (hand.store.stats() - before).due_bytes == hand.num_moved(before) | {"ram->gpu": 0} == expected
+
+
+def test_statistics_and_events_are_exact(make: Callable[..., Hand]) -> None:
+    """Two prefetched copies are used, on time and late. One is evicted unused, and two accesses are not scheduled."""
+    events: list[Event] = []
+    hand = make(10, 40, 100, on_event=events.append)
+    store = hand.store
+    store.register("base", (7,), torch.uint8, home="ram")
+    sizes = {"a": 5, "b": 3, "c": 2, "d": 4}
+    for key, nbytes in sizes.items():
+        store.register(key, (nbytes,), torch.uint8, home="disk")
+        with store.acquire(key, "ram", "w", timeout_s=0):
+            pass
+        store.evict(key, "ram")
+        hand.move()
+    before = store.stats()
+    store.set_schedule(Schedule([Access(tick, key, "ram") for tick, key in enumerate("abc", start=1)]))
+    store.advance(0)
+    link = hand.links["disk", "ram"]
+    link.complete(0)
+    link.complete(1)
+    store.evict("c", "ram")
+    store.advance(1)
+    first = store.acquire("a", "ram", timeout_s=0)
+    caller = Caller(lambda: store.acquire("b", "ram", timeout_s=TIMEOUT_S))
+    assert caller.is_waiting()
+    link.complete()
+    second = caller.join()
+    link.complete()  # the prefetcher fetched "c" again
+    store.pin("c", "ram")
+    with store.acquire("d", "gpu", "w", timeout_s=0):
+        store.pin("d", "gpu")
+        held = store.stats().tiers
+    store.unpin("d", "gpu")
+    store.evict("d", "gpu")
+    hand.links["gpu", "ram"].complete()
+    window = store.stats() - before
+    hand.move()
+    first.release()
+    second.release()
+    assert held == {
+        "gpu": TierStats(10, used_bytes=4, home_bytes=0, pinned_bytes=4, leased_bytes=4, high_water_bytes=4),
+        "ram": TierStats(40, used_bytes=17, home_bytes=7, pinned_bytes=2, leased_bytes=8, high_water_bytes=17),
+        "disk": TierStats(100, used_bytes=14, home_bytes=14, pinned_bytes=0, leased_bytes=0, high_water_bytes=14),
+    }
+    assert {cause: seconds > 0 for cause, seconds in window.stall_s.items()} == {
+        "fill": True,
+        **dict.fromkeys(("drain", "space", "lease", "commit"), False),
+    }
+    assert dataclasses.replace(window, stall_s={}) == StoreStats(
+        tiers={
+            "gpu": TierStats(10, used_bytes=4, home_bytes=0, pinned_bytes=0, leased_bytes=0, high_water_bytes=4),
+            "ram": TierStats(40, used_bytes=21, home_bytes=7, pinned_bytes=2, leased_bytes=8, high_water_bytes=21),
+            "disk": TierStats(100, used_bytes=14, home_bytes=14, pinned_bytes=0, leased_bytes=0, high_water_bytes=14),
+        },
+        links={
+            "gpu->ram": LinkUsage(4, 0.0, inflight_bytes=0, num_transfers=0, path="manual"),
+            "ram->gpu": LinkUsage(0, 0.0, inflight_bytes=0, num_transfers=0, path="manual"),
+            "ram->disk": LinkUsage(0, 0.0, inflight_bytes=4, num_transfers=0, path="manual"),
+            "disk->ram": LinkUsage(12, 0.0, inflight_bytes=0, num_transfers=0, path="manual"),
+        },
+        stall_s={},
+        prefetch_on_time=1,
+        prefetch_late=1,
+        prefetch_wasted=1,
+        evictions_clean=1,
+        evictions_dirty=1,
+        schedule_misses=2,
+        due_bytes={"gpu->ram": 4, "ram->gpu": 0, "ram->disk": 4, "disk->ram": 5},
+    )
+    assert [(each.kind, each.key, each.tier, each.nbytes, each.detail) for each in events] == [
+        *(("write_back", key, "disk", nbytes, "manual") for key, nbytes in sizes.items()),
+        ("fetch", "a", "ram", 5, "manual"),
+        ("fetch", "c", "ram", 2, "manual"),
+        ("fetch", "b", "ram", 3, "manual"),
+        ("stall", "b", "", 0, "fill"),
+        ("fetch", "c", "ram", 2, "manual"),
+        ("write_back", "d", "disk", 4, "staged"),
+    ]
+    assert all(0 < each.start_s <= each.end_s for each in events)
+
+
+def test_difference_of_statistics_subtracts_every_counter() -> None:
+    """Links, paths and causes that the earlier statistics lack count from 0."""
+    link = LinkUsage(num_bytes=100, busy_s=8.0, inflight_bytes=3, num_transfers=20, path="posix")
+    later = StoreStats(
+        tiers={"ram": TierStats(1, 2, 3, 4, 5, 6)},
+        links={"a->b": link, "b->a": link},
+        stall_s={"fill": 9.0, "space": 4.0},
+        prefetch_on_time=10,
+        prefetch_late=20,
+        prefetch_wasted=30,
+        evictions_clean=40,
+        evictions_dirty=50,
+        schedule_misses=60,
+        written_bytes={"/x": 700, "/y": 800},
+        due_bytes={"a->b": 900, "b->a": 1000},
+    )
+    earlier = StoreStats(
+        tiers={"ram": TierStats(7, 7, 7, 7, 7, 7)},
+        links={"a->b": LinkUsage(num_bytes=60, busy_s=5.0, inflight_bytes=1, num_transfers=7, path="other")},
+        stall_s={"fill": 2.5},
+        prefetch_on_time=1,
+        prefetch_late=2,
+        prefetch_wasted=3,
+        evictions_clean=4,
+        evictions_dirty=5,
+        schedule_misses=6,
+        written_bytes={"/x": 70},
+        due_bytes={"a->b": 90},
+    )
+    assert later - earlier == StoreStats(
+        tiers=later.tiers,
+        links={"a->b": LinkUsage(40, 3.0, inflight_bytes=3, num_transfers=13, path="posix"), "b->a": link},
+        stall_s={"fill": 6.5, "space": 4.0},
+        prefetch_on_time=9,
+        prefetch_late=18,
+        prefetch_wasted=27,
+        evictions_clean=36,
+        evictions_dirty=45,
+        schedule_misses=54,
+        written_bytes={"/x": 630, "/y": 800},
+        due_bytes={"a->b": 810, "b->a": 1000},
+    )
+
+
+def test_capacity_error_names_sizes_and_largest_holders(make: Callable[..., Hand]) -> None:
+    hand = make(20, 100)
+    store = hand.store
+    store.register("base", (3,), torch.uint8, home="ram")
+    for key, nbytes in {"a": 2, "b": 6, "c": 1, "d": 5, "e": 4}.items():
+        store.register(key, (nbytes,), torch.uint8, home="disk")
+    for key in "abcd":
+        with store.acquire(key, "ram", "w", timeout_s=0):
+            pass
+    store.pin("d", "ram")
+    store.pin("a", "ram")
+    with (
+        store.acquire("b", "ram", timeout_s=0),
+        store.acquire("c", "ram", timeout_s=0),
+        pytest.raises(CapacityError) as caught,
+    ):
+        store.acquire("e", "ram", "w", timeout_s=0)
+    error = caught.value
+    assert str(error) == (
+        "tier 'ram' is too small: 4 bytes (4 B) needed, 3 (3 B) free, 7 pinned, 7 leased; to acquire e; largest: "
+        "b 6 B, d 5 B, base 3 B"
+    )
+    assert (error.tier, error.need_bytes, error.free_bytes, error.pinned_bytes, error.leased_bytes) == (
+        "ram",
+        4,
+        3,
+        7,
+        7,
+    )
+    assert error.largest_holders == (("b", 6), ("d", 5), ("base", 3))
