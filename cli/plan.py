@@ -106,7 +106,7 @@ def command(
 
         run = resolve(loaded.config) if machine_name is None else resolve(loaded.config, find_machine(machine_name))
         if size > 1:
-            run = run.as_busiest_rank(size, hosts)
+            run = run.as_busiest_rank(size, num_hosts=hosts)
         if measure:
             spinner.stop()  # Keep the lines about measurements visible.
             _measure_machine(run)

@@ -422,7 +422,7 @@ def format_lr(metrics: StepMetrics) -> str:
 
 def format_eta(seconds: float) -> str:
     """Return the estimated remaining time, rounded to seconds."""
-    return f"{seconds:.0f} s" if round(seconds) < 60 else format_duration(seconds)
+    return f"{seconds:.0f} s" if round(seconds) < 60 else format_duration(round(seconds))
 
 
 def format_tiers(used_bytes: Mapping[str, int], capacity_bytes: Mapping[str, int]) -> str:

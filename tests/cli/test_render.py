@@ -24,7 +24,7 @@ CliModule = Callable[[str], ModuleType]
 def metrics(step: int) -> StepMetrics:
     return StepMetrics(
         step=step, max_steps=10, epoch=0.1, loss=1.25, grad_norm=0.5, lr=1e-5, num_real_tokens=100,
-        num_trained_tokens=50, step_s=0.5, eta_s=4.5, tier_used_bytes={"gpu": 21 * GiB, "ram": 100 * GiB},
+        num_trained_tokens=50, step_s=0.5, eta_s=4.5, tier_used_bytes={"gpu": 21 * GiB, "nvme": 0, "ram": 100 * GiB},
         tier_capacity_bytes={"gpu": 22 * GiB, "ram": 110 * GiB}, stall_s={"io": 0.4, "cpu": 0.001}, rss_bytes=GiB,
     )  # fmt: skip
 
@@ -36,11 +36,12 @@ SUMMARY = RunSummary(
     5.0,
     1000,
     500,
-    {"ram": GiB},
-    {"ram": 2 * GiB},
-    {"ram->nvme": GiB},
+    {"ram": GiB, "nvme": 0},
+    {"ram": 2 * GiB, "nvme": 9 * GiB},
+    {"ram->nvme": GiB, "nvme->ram": 0},
     GiB,
     Path("out/final"),
+    written_bytes={"drive": 3_000_000_000, "other": 0},
     link_paths={"ram->nvme": "posix-direct", "nvme->ram": "posix-direct"},
 )
 
@@ -59,11 +60,12 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/10", "4/10", "8/10", "10/10"]
     assert "hello [bold]x[/bold]" in lines
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         "done   10 steps in 5.00 s of training   200 tok/s   1,000 tokens, 500 trained",
         "loss   2.0000 -> 1.0000 (first and last step)",
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
         "moved  ram->nvme 1.00 GiB (posix-direct)",
+        "wrote  drive 3.00 GB with saves",
         "model  out/final",
         "next   megatrain-tier generate out/final --interactive",
     ]

@@ -164,6 +164,7 @@ def test_status_shows_the_checkpoint_of_a_live_run(tmp_path: Path, call: Callabl
             "failed at step 412, 3 min ago: the drive died",
         ),
         (replace(STATUS, state="done", step=1000), 1000, "done, 1,000 steps, 3 min ago"),
+        (replace(STATUS, state="done", step=1), 1, "done, 1 step, 3 min ago"),
     ],
 )
 def test_status_of_ended_runs(

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from megatrain.base.owner import find_owner
 from megatrain.run.folder import committed_step
 from megatrain.run.status import read_status
 from processes import warm
-from processes.saved_run import ROOT, SavedRun, command_words, end
+from processes.saved_run import ROOT, SavedRun, command_group, command_words, end
 
 DEADLINE_S = 240.0
 MANY = 100_000
@@ -210,6 +211,17 @@ def test_output_continues_in_the_log(kind: str, cli_package: str, tmp_path: Path
     lines = log.read_text().splitlines()
     assert lines[0].startswith("-- output of process ")
     assert lines[1:] == ["lost words", "early", "late", "of a child", "the end"]
+
+
+def test_lost_keys_of_an_import_appear_once_on_a_terminal(tmp_path: Path) -> None:
+    """Comments in the printed TOML list them."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text("base_model: org/model\ndatasets: [{path: d.jsonl, type: alpaca}]\nrope_theta: 5\n")
+    toml = CliRunner().invoke(command_group(), ["import", str(path)]).stdout
+    with Terminal([*command_words(), "import", str(path)]) as terminal:
+        assert terminal.wait() == 0
+    assert "rope_theta" in toml
+    assert screen(terminal.text) == [*toml.splitlines(), "translated 3 values of Axolotl", "", "visible"]
 
 
 @pytest.fixture

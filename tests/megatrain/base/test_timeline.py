@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from megatrain.base.observer import Observers
 from megatrain.base.timeline import COMPUTE, Timeline
 from megatrain.config import load_config
@@ -36,6 +38,46 @@ def test_overlapping_transfers_get_separate_rows(tmp_path: Path) -> None:
         ("to ram (posix-direct) 2", "block1.5", 0.5e6, 1e6),
         ("to ram (posix-direct)", "block2.5", 1.5e6, 1e6),
     ]
+
+
+def test_stalls_transfers_operations_and_usage_are_drawn(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.on_op(Op(0, "forward", 0, "ram", (), ()))  # still recorded at its end
+    timeline.is_recording = True
+    usage = iter(({"ram": 1}, {"ram": 2, "nvme": 3}, {"ram": 4}))
+    timeline.read_usage = lambda: next(usage)
+    timeline.on_op(Op(1, "head", 7, "ram", (), ()))
+    timeline.on_op(Op(2, "backward", 5, "ram", (), ()))
+    timeline.on_op(None)
+    end_s = timeline.spans[-1].end_s
+    for kind, start_s, nbytes in (("stall", 1.0, 0), ("write_back", 2.0, 9), ("fetch", 3.0, 8), ("other", 4.0, 7)):
+        timeline.on_event(Event(kind, f"of {kind}", "ram", nbytes, end_s + start_s, end_s + start_s + 0.25, "cpu"))  # type: ignore[arg-type]
+    assert timeline.spans == sorted(timeline.spans, key=lambda span: span.start_s)
+    path = timeline.write(tmp_path / "trace.json")
+    assert path == tmp_path / "trace.json" and [each.name for each in tmp_path.iterdir()] == ["trace.json"]
+    found = json.loads(path.read_text())
+    assert found.pop("displayTimeUnit") == "ms"
+    events = found["traceEvents"]
+    names = ["compute", "waiting", "back to ram (cpu)", "to ram (cpu)"]
+    assert [event for event in events if event["ph"] == "M"] == [
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name, "sort_index": tid}}
+        for tid, name in enumerate(names)
+    ]
+    bars = [(event["tid"], event["name"], event["args"]) for event in events if event["ph"] == "X"]
+    assert bars == [
+        (0, "forward 0", {}), (0, "head 7", {}), (0, "backward 5", {}), (1, "cpu of stall", {}),
+        (2, "of write_back", {"bytes": 9}), (3, "of fetch", {"bytes": 8}),
+    ]  # fmt: skip
+    by_name = {event["name"]: event for event in events if event["ph"] == "X"}
+    first, last = by_name["forward 0"], by_name["backward 5"]
+    ends = [event["ts"] + event["dur"] for event in (first, by_name["head 7"], last)]
+    assert first["ts"] == 0.0 and ends[:2] == pytest.approx([by_name["head 7"]["ts"], last["ts"]])
+    used = [event for event in events if event["ph"] == "C"]
+    assert [(event["pid"], event["name"], event["args"]) for event in used] == [
+        (0, "ram in use", {"bytes": 1}), (0, "ram in use", {"bytes": 2}), (0, "nvme in use", {"bytes": 3}),
+        (0, "ram in use", {"bytes": 4}),
+    ]  # fmt: skip
+    assert [event["ts"] for event in used] == pytest.approx([ends[0], ends[1], ends[1], ends[2]])
 
 
 def test_requested_steps_are_profiled(tmp_path: Path) -> None:

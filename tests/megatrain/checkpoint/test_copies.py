@@ -240,6 +240,8 @@ def test_run_resumes_from_a_copy_without_checkpoints(lost: SavedRun) -> None:
     result = lost.run(**ON_DRIVE)
     assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
     assert weights(lost) == weights(lost, "undisturbed")
+    found = [(each.step, each.save_number) for each in read_checkpoints(lost.out / "checkpoints")]
+    assert found == [(6, 3)], "the copy of step 4 was the second save"
 
 
 def test_copies_are_listed_verified_exported_and_removed(lost: SavedRun) -> None:

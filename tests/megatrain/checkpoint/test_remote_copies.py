@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,14 +23,16 @@ from megatrain.checkpoint import copy_transfer, object_folder, remote_copier, re
 from megatrain.checkpoint.copy_transfer import Upload
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.remote_folder import RemoteFolder
+from megatrain.checkpoint.resume import download_newest
 from megatrain.config.load import load_config
 from megatrain.training.resolve import resolve_checkpoint
+from oracles.run_state import make_state
 from processes import saved_run
 from processes.golden import unpack
 from processes.rank_runs import launch
 from processes.saved_run import NVME, ON_NVME, SavedRun, end
 from tiered import GenerationReader
-from tiered.durable.manifest import list_generations
+from tiered.durable.manifest import Manifest, list_generations, write_manifest
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
 
@@ -392,6 +395,35 @@ def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) ->
     fetched = [int(step) for step in re.findall(r"downloading the checkpoint of step (\d+)", result.output)]
     assert fetched == [before[1].step, 8] and "continuing after step 8 of 10" in result.output
     assert "is gone" not in result.output and weights(run) == weights(run, "whole")
+
+
+@pytest.mark.parametrize(("save_number", "is_fetched"), [(3, False), (4, False), (5, True)])
+def test_copy_is_fetched_if_it_is_of_a_later_save(tmp_path: Path, url: str, save_number: int, is_fetched: bool) -> None:
+    """By the clock, which was ahead during the local save, every copy is older."""
+
+    class Checked(Exception):
+        pass
+
+    def check(checkpoint: Checkpoint) -> None:
+        assert (checkpoint.folder, checkpoint.meta) == (tmp_path / "out/checkpoints", meta)
+        raise Checked
+
+    meta = {"step": 7, "saved_at": "2026", "save_number": save_number}
+    part = remote_folder.RemotePart("", 1, 0, 0, "a")
+    (tmp_path / "out/checkpoints").mkdir(parents=True)
+    local = make_state(step=6, saved_at="2099", save_number=4).to_meta()
+    write_manifest(tmp_path / "out/checkpoints", Manifest(1, (), local))
+    folder = RemoteFolder(url)
+    folder.claim(tmp_path / "out", is_empty=False)
+    folder.commit(remote_folder.RemoteCheckpoint(1, 7, (part,), Checkpoint(Path(), 1, (), meta)))
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "x.txt"\n'
+        f'[checkpoint]\nsave_copy = "{url}"\n'
+    )
+    spec = resolve_checkpoint(load_config(path).config)
+    with pytest.raises(Checked) if is_fetched else contextlib.nullcontext():
+        download_newest(spec, print, check)
 
 
 def test_stop_while_the_url_is_unreachable_saves_the_last_steps(

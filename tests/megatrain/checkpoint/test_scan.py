@@ -86,6 +86,8 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     # The best checkpoint is identified by its generations, as a checkpoint of several ranks may have the same number.
     folder.best = replace(known[0], folder=tmp_path, lanes=9)
     assert folder.newest(known, 2) == [known[0], *known[2:]] and folder.newest(known, 0) == known[:1]
+    folder.best = known[3]
+    assert folder.newest(known, 2) == known[1:] and folder.newest(known, 0) == known[3:], "in addition to the newest"
     folder.best = replace(known[0], ranks=(RankGeneration("rank00000", 1, "0" * 16),))
     assert folder.newest(known, 2) == known[2:]
 

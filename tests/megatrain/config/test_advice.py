@@ -68,6 +68,14 @@ def test_adapters_have_a_higher_limit(
     assert all("training of adapters usually diverges above 0.005" in text for text in found)
 
 
+def test_rank_above_the_models_width_gives_a_warning(graph: ModelGraph, tmp_path: Path) -> None:
+    assert list(warnings_of(config(tmp_path, "lora.r=128"), graph)) == []
+    assert list(warnings_of(config(tmp_path, "lora.r=129"), graph)) == [
+        "lora.r = 129 is more than the model's hidden_size = 128: adapters are larger than the matrices that they "
+        "change"
+    ]
+
+
 def test_rates_from_scratch_and_of_small_models(graph: ModelGraph, tmp_path: Path) -> None:
     assert list(warnings_of(config(tmp_path, "optimizer.learning_rate=3e-3"), graph)) == []
     (far_out,) = warnings_of(config(tmp_path, "optimizer.learning_rate=0.5"), graph)

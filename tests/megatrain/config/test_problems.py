@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain.config import ConfigError, load_config
+from megatrain.config.paths import make_paths_absolute
 from megatrain.config.values import explain_error
 
 HEAD = """task = "sft"
@@ -306,7 +308,7 @@ def test_line_numbers_follow_toml_line_ends(tmp_path: Path, sign: str) -> None:
     assert [problem.line for problem in caught.value.problems] == [3]
 
 
-def test_a_password_in_a_path_is_not_kept(tmp_path: Path) -> None:
+def test_a_password_in_a_path_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "https://me:hunter2@host/model"
     text = HEAD.replace('"model"', f'"{secret}"\ntokenizer_name_or_path = "{secret}"')
     path = tmp_path / "run.toml"
@@ -314,6 +316,14 @@ def test_a_password_in_a_path_is_not_kept(tmp_path: Path) -> None:
     config = load_config(path, overrides=(f"tokenizer_name_or_path={secret}?sig=hunter2",)).config
     assert config.model.model_name_or_path == "https://***@host/model"
     assert "hunter2" not in repr(config)
+    monkeypatch.setenv("SERVER", "https://me:hunter2@host")
+    for value, masked in (
+        ("https://me:hunter2@host/$UNSET", "https://***@host/$UNSET"),
+        ("$SERVER/a", "https://***@host/a"),
+    ):
+        values: dict[str, Any] = {"model": {"model_name_or_path": value}}
+        make_paths_absolute(values, tmp_path)
+        assert values == {"model": {"model_name_or_path": masked}}
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides=(f"chat_template={secret}",))
     assert "no file https://***@host/model" in str(caught.value)

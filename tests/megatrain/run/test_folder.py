@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from megatrain.base.owner import LockHolder, UnreachableRunError, find_owner, ha
 from megatrain.base.progress import Activity
 from megatrain.run import status as status_module
 from megatrain.run.folder import RunFolder, committed_step
+from megatrain.run.record import write_summary
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
 from tiered import LockedError, locks
 from tiered.durable.manifest import Manifest, write_manifest
@@ -352,9 +354,31 @@ def test_status_queries_import_no_heavy_packages(tmp_path: Path) -> None:
 import sys
 from megatrain.base.owner import *
 from megatrain.run.folder import *
+from megatrain.run.record import write_summary
 from megatrain.run.status import *
 print(read_status({str(tmp_path)!r}), find_owner({str(tmp_path)!r}), committed_step({str(tmp_path)!r}))
 print([name for name in ("torch", "numpy", "pydantic", "zarr") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.splitlines() == ["None None None", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("{torn", []), ("7", []), ('{"format": 2, "ends": [{"a": 1}]}', []), ('{"format": 1}', []),
+        ('{"format": 1, "ends": true}', []), ('{"format": 1, "ends": {"a": 1}}', []),
+        ('{"format": 1, "ends": [{"a": 1}, 7, {"b": 2}]}', [{"a": 1}, {"b": 2}]),
+    ],
+)  # fmt: skip
+def test_summary_is_added_to_the_readable_ones(tmp_path: Path, text: str, entries: list[dict[str, int]]) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    write_summary(SUMMARY, tmp_path)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    last = found["ends"].pop()
+    assert found == {"format": 1, "ends": entries}
+    assert datetime.fromisoformat(last.pop("at")).tzinfo is not None
+    assert last == json.loads(json.dumps(SUMMARY.to_json()))
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").mkdir()
+    write_summary(SUMMARY, tmp_path)  # no error, although it cannot be written
