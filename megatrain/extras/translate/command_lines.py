@@ -281,7 +281,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _lines(text: str) -> Iterator[str]:
     """Yield the logical lines of a script. Continuation lines, multi-line quotes and multi-line arrays are joined."""
     joined = ""
-    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").replace("\r\n", "\n").split("\n"):
+    for line in text.replace("\\\n", " ").split("\n"):
         joined = f"{joined}\n{line}" if joined else line
         try:
             shlex.split(joined, comments=True)

@@ -225,8 +225,8 @@ def _dataset_of_info(
     is_messages = is_chat and role == "role"
     format_ = "messages" if is_messages else "sharegpt" if is_chat else "alpaca"
     draft.put(f"{key}.format", "preference" if is_preference else format_, f"{tool_key}: formatting")
-    field_names = {**_CHAT_COLUMNS, "messages": "messages" if is_messages else "conversations"}
-    field_names = field_names if is_chat else _ALPACA_COLUMNS
+    chat_columns = {**_CHAT_COLUMNS, "messages": "messages" if is_messages else "conversations"}
+    field_names = chat_columns if is_chat else _ALPACA_COLUMNS
     for field, column in columns.items():
         if field not in field_names:
             draft.omit(f"{tool_key}: columns.{field}", NO_EQUIVALENT, column)
@@ -324,11 +324,13 @@ def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
     is_plain = name == "pretraining_dataset"  # its rows are plain text, and its value can be just a hub name
     sources = []
     for path, source in _members(draft.get(name), name):
-        fields = {"path": source} if is_plain and isinstance(source, str) and source else source
-        if not isinstance(fields, Mapping):
+        if is_plain and isinstance(source, str) and source:
+            draft.answered.add(path)
+            sources.append(Section(draft, path, {"type": "pretrain", "path": source}))
+        elif not isinstance(source, Mapping):
             draft.omit_if_on(path, "a data set has a path and a type", source)
-        elif fields:
-            sources.append(Section(draft, path, {"type": "pretrain", **fields} if is_plain else fields))
+        elif source:
+            sources.append(Section(draft, path, {"type": "pretrain", **source} if is_plain else source))
     return sources
 
 
@@ -459,8 +461,7 @@ def _trl(draft: Translation) -> None:
     else:
         _trl_preference(draft, kind)
     _trl_datasets(draft)
-    overrides = {} if kind == "sft" else {"optimizer.learning_rate": 1e-6}
-    fill_defaults(draft, {**_TRL_DEFAULTS, **overrides})
+    fill_defaults(draft, _TRL_DEFAULTS if kind == "sft" else {**_TRL_DEFAULTS, "optimizer.learning_rate": 1e-6})
 
 
 def _refuse_trl(draft: Translation, task: str) -> None:
@@ -505,6 +506,8 @@ def _trl_preference(draft: Translation, kind: str) -> None:
     is_cpo = kind == "cpo" and loss == "sigmoid"
     put_preference(draft, "cpo" if is_cpo else loss, draft.source.line.task if loss_type is None else "loss_type")
     if "sft" in factor_by_loss:
+        if previous := draft.entries.get("preference.rpo_alpha"):
+            draft.omit(previous.tool_key, "loss_weights sets the same key", previous.value)
         draft.put("preference.rpo_alpha", factor_by_loss["sft"] / factor_by_loss[loss], "loss_weights")
     elif factors != [1.0]:
         draft.omit("loss_weights", "a single loss has the weight 1", weights)
@@ -685,9 +688,8 @@ def _deepspeed_schedule(draft: Translation) -> None:
     has_peak = kind != "WarmupCosineLR"
     peak = get_parameter("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None
     if peak is not None:
-        note = (
-            "" if "warmup_max_lr" in parameters.values else f"the default of {kind}, which overrides the optimizer's lr"
-        )
+        is_given = "warmup_max_lr" in parameters.values
+        note = "" if is_given else f"the default of {kind}, which overrides the optimizer's lr"
         draft.put("optimizer.learning_rate", peak, "scheduler.params.warmup_max_lr", note)
     unsupported: tuple[tuple[str, Any, Any, str], ...] = (
         ("warmup_min_lr", 0, 0, "a warm-up begins at 0"),

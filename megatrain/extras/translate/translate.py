@@ -108,10 +108,8 @@ def _gather_processes(draft: Translation) -> None:
         if not is_world_size_option(line, name):
             draft.drop(f"{line.launcher or 'trl'} --{name}", RANKS, value)
     if line.num_processes is None:
-        draft.omit(
-            "launcher",
-            f"the number of processes is unknown; for the same rows per step, multiply {key} by this number",
-        )
+        reason = f"the number of processes is unknown; for the same rows per step, multiply {key} by this number"
+        draft.omit("launcher", reason)
     elif line.num_processes > 1:
         previous = draft.entries.get(key)
         steps = previous.value if previous is not None and isinstance(previous.value, int) else 1

@@ -272,6 +272,9 @@ def test_truncated_run_records_are_ignored(tmp_path: Path) -> None:
     (folder / "config.resolved.toml").write_text("= 1")
     figures = compute_figures(read_history(folder))
     assert (figures.step, figures.last_loss, figures.step_s.planned, figures.settings) == (2, 3.0, None, ())
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    assert read_history(folder).steps == [], "as if the file were missing"
 
 
 def test_folder_without_run_records_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,14 @@ def test_script_is_known_by_its_suffix_or_first_line(tmp_path: Path, name: str, 
     assert (source.tool, source.values["model_name_or_path"]) == ("trl", "a/b")
 
 
+def test_only_line_ends_separate_the_lines_of_a_script(tmp_path: Path) -> None:
+    """Other Unicode line separators and form feeds in a quoted value stay as they are."""
+    path = tmp_path / "train.sh"
+    path.write_bytes("trl sft --run_name 'a\u2028b\x0cc\r\nd' \\\r\n --seed 5 --model_name_or_path a/b\r\n".encode())
+    values = {"run_name": "a\u2028b\x0cc\nd", "seed": 5, "model_name_or_path": "a/b"}
+    assert read_source(path).values == values
+
+
 def test_source_tool_can_be_given(tmp_path: Path) -> None:
     source = read_source(write(tmp_path, "base_model: a\n"), "trl")
     assert (source.tool, source.title) == ("trl", "TRL")
