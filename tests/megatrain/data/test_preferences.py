@@ -1,5 +1,6 @@
 """Preference data: every way to write the rows, errors in them, and the batches that are made from them."""
 
+# ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
 
 import json
@@ -81,28 +82,97 @@ def test_texts() -> None:
     assert judged == Preference(PromptCompletion("a", "b", ""), None, True, "")
 
 
+OTHER_NAMES = 'If they have other names, write for example columns = { chosen = "better", rejected = "worse" }'
+LABEL = "`label` says whether the answer is a good one, and must be true or false; this is {}. Write true or false"
+FIX = "Fix or remove the row"
+NO_PREFIX = (
+    "`prompt` is not what `chosen` and `rejected` begin with. Leave the prompt out of the answers, or leave `prompt` "
+    "out of the row"
+)
+#: Rows, with the class of their error and its message. A reason is given if it differs from the problem.
 WRONG: dict[str, tuple[dict[str, Any], type[DataError], str]] = {
-    "no rejected": ({"prompt": "a", "chosen": "b"}, DataError, "no field `rejected`"),
-    "nothing of it": ({"text": "a"}, DataError, "no preferences: they have the fields"),
-    "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, RowError, "`chosen` and `rejected` are the same"),
-    "a number": ({"prompt": "a", "completion": "b", "label": 1}, DataError, "must be true or false; this is a number"),
-    "text as label": ({"prompt": "a", "completion": "b", "label": "good"}, DataError, "Write true or false"),
-    "no completion": ({"prompt": "a", "label": True}, DataError, "no field `completion`"),
-    "another prompt": ({**CHATS["text beside conversations"], "prompt": "Why?"}, RowError, "`prompt` is not what"),
-    "another conversation": ({**CHATS["the prompt twice"], "prompt": [BAD]}, RowError, "is not what"),
-    "nothing shared": ({"chosen": [GOOD], "rejected": [BAD]}, RowError, "so there is no prompt"),
-    "no answer": ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [BAD]}, RowError, "no turn of the assistant"),
-    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, RowError, "`chosen` has no answer"),
-    "text and messages": ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, RowError, "one is text and the other"),
+    "no rejected": ({"prompt": "a", "chosen": "b"}, DataError, f"no field `rejected`; the row has `prompt`, `chosen`. {OTHER_NAMES}"),
+    "no chosen": ({"prompt": "a", "rejected": "b"}, DataError, f"no field `chosen`; the row has `prompt`, `rejected`. {OTHER_NAMES}"),
+    "nothing of it": ({"text": "a"}, DataError, f"no preferences: they have the fields `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`; the row has `text`. {OTHER_NAMES}"),
+    "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, RowError, f"`chosen` and `rejected` are the same: there is nothing to prefer. {FIX}"),
+    "a number": ({"prompt": "a", "completion": "b", "label": 1}, DataError, LABEL.format("a number")),
+    "text as label": ({"prompt": "a", "completion": "b", "label": "good"}, DataError, LABEL.format("text")),
+    "text as kto_tag": ({"prompt": "a", "completion": "b", "kto_tag": "good"}, DataError, LABEL.replace("`label`", "`kto_tag`").format("text")),
+    "no completion": ({"prompt": "a", "label": True}, DataError, 'no field `completion`; the row has `prompt`, `label`. `prompt` may be the prompt, but no field contains an answer as text. Add one, for example `answer`, and write columns = { prompt = "prompt", completion = "answer" } under this [[data.train]]'),
+    "no turn of the assistant": ({"messages": [ASKED], "label": True}, DataError, "no field `completion`; the row has `messages`, `label`. No field of the row is text. Write rows with `messages`, `prompt` and `completion`, or `text`"),
+    "another prompt": ({**CHATS["text beside conversations"], "prompt": "Why?"}, RowError, NO_PREFIX),
+    "another rejected prompt": ({"prompt": "Who?", "chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "Why?"}, BAD]}, RowError, NO_PREFIX),
+    "another conversation": ({**CHATS["the prompt twice"], "prompt": [BAD]}, RowError, NO_PREFIX),
+    "another rejected conversation": ({**CHATS["the prompt twice"], "rejected": [GOOD, BAD]}, RowError, NO_PREFIX),
+    "nothing shared": ({"chosen": [GOOD], "rejected": [BAD]}, RowError, f"`chosen` and `rejected` begin with different messages, so there is no prompt. {FIX}"),
+    "no answer": ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [BAD]}, RowError, f"`chosen` has no turn of the assistant after the prompt. {FIX}"),
+    "no rejected answer": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [ASKED]}, RowError, f"`rejected` has no turn of the assistant after the prompt. {FIX}"),
+    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, RowError, f"`chosen` has no answer after the prompt. {FIX}"),
+    "empty rejected": ({"prompt": "a", "chosen": "b", "rejected": " "}, RowError, f"`rejected` has no answer after the prompt. {FIX}"),
+    "only the shared start": ({"chosen": "the whale", "rejected": "the whale sings"}, RowError, f"`chosen` has no answer after the prompt. {FIX}"),
+    "text and messages": ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, RowError, f"of `chosen` and `rejected` one is text and the other is a list of messages. {FIX}"),
+    "number as prompt": ({"prompt": 5, "chosen": "b", "rejected": "c"}, RowError, f"`prompt` must be text, not a number. {FIX}"),
+    "text as margin": ({"chosen": "a b", "rejected": "a c", "margin": "2"}, RowError, f"`margin` must be a number of fp32, this is text, '2'. {FIX}"),
+    "flag as margin": ({"chosen": "a b", "rejected": "a c", "margin": True}, RowError, f"`margin` must be a number of fp32, this is true or false, True. {FIX}"),
+    "large margin": ({"chosen": "a b", "rejected": "a c", "margin": -3.5e38}, RowError, f"`margin` must be a number of fp32, this is a number, -3.5e+38. {FIX}"),
 }  # fmt: skip
+#: Reasons that state less than the message.
+REASONS = {
+    "the same": "`chosen` and `rejected` are the same",
+    "another prompt": "`prompt` is not what the answers begin with",
+    "another conversation": "`prompt` is not what the answers begin with",
+    "nothing shared": "there is no prompt that the answers share",
+    "no rejected answer": "`rejected` has no answer",
+    "empty rejected": "`rejected` has no answer",
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rows(name: str) -> None:
     row, kind, message = WRONG[name]
-    with pytest.raises(kind, match=message) as raised:
+    with pytest.raises(kind) as raised:
         to_row(row, "rows.jsonl line 1", PREFERENCE, {})
-    assert type(raised.value) is kind and "rows.jsonl line 1" in str(raised.value)
+    assert type(raised.value) is kind and str(raised.value) == f"rows.jsonl line 1: {message}"
+    assert name not in REASONS or getattr(raised.value, "reason", "") == REASONS[name]
+
+
+def test_shared_messages_and_margins_are_kept() -> None:
+    """The prompt ends before the assistant's first differing turn, also if the answers begin with equal turns."""
+    asked_again = {"role": "user", "content": "Sure?"}
+    system = {"role": "system", "content": "Be brief."}
+    row = {"chosen": [ASKED, GOOD, asked_again, GOOD], "rejected": [ASKED, GOOD, asked_again, BAD, asked_again]}
+    assert to_row({**row, "margin": 2.5}, "here", PREFERENCE, {}) == Preference(
+        Conversation((ASKED, GOOD, asked_again, GOOD), "here", loss_start=3),
+        Conversation((ASKED, GOOD, asked_again, BAD, asked_again), "here", loss_start=3),
+        True,
+        "here",
+        2.5,
+    )
+    longer = {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, asked_again, BAD], "tools": [{"name": "f"}]}
+    assert to_row(longer, "here", PREFERENCE, {}) == Preference(
+        Conversation((ASKED, GOOD), "here", loss_start=1, tools=({"name": "f"},)),
+        Conversation((ASKED, GOOD, asked_again, BAD), "here", loss_start=1, tools=({"name": "f"},)),
+        True,
+        "here",
+    )
+    theirs = {"conversations": THEIRS, "system": "Be brief.", "chosen": GPT[0], "rejected": GPT[1], "margin": -7}
+    assert to_row(theirs, "here", PREFERENCE, {}) == Preference(
+        Conversation((system, ASKED, GOOD), "here", loss_start=2),
+        Conversation((system, ASKED, BAD), "here", loss_start=2),
+        True,
+        "here",
+        -7.0,
+    )
+    judged = {"instruction": "Who?", "system": "Be brief.", "output": "Ahab.", "label": True, "tools": [{"name": "f"}]}
+    answer = Conversation((system, ASKED, GOOD), "here", loss_start=2, tools=({"name": "f"},))
+    assert to_row(judged, "here", PREFERENCE, {}) == Preference(answer, None, True, "here")
+
+
+def test_characters_of_both_answers_count_with_their_prompt() -> None:
+    row = {"prompt": "Who?", "chosen": "Ahab.", "rejected": "Bob."}
+    assert to_row(row, "", PREFERENCE, {}).num_characters == len("Who?Ahab.") + len("Who?Bob.")
+    chats = {"prompt": [ASKED], "completion": [BAD], "label": False}
+    assert to_row(chats, "", PREFERENCE, {}).num_characters == len("Who?Bob.")
 
 
 def encoded(rows: list[dict[str, Any]], kind: RowKind = PAIRS, max_length: int = 64) -> TokenDataset:
