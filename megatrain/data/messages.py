@@ -92,7 +92,7 @@ def _parse_role(role: object, location: str) -> str:
 
 
 def _parse_content(content: object, location: str, name: str, images: RowImages, *, is_optional: bool) -> str:
-    if (content is None and is_optional) or content == []:
+    if content is None and is_optional:
         return ""
     if isinstance(content, list):  # chat APIs represent content as a list of parts
         parts = [part if isinstance(part, dict) else {"type": type_name(part)} for part in content]

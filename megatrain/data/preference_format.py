@@ -124,7 +124,8 @@ def _read_labelled(fields: RowFields) -> tuple[str | _Messages | None, str | _Me
             return prompt, _read_answer(fields, name)
     if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # the prompt includes the answer
         return prompt[:-1], prompt[-1:]
-    problem = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
+    missing_name = fields.names["prompt" if prompt is None else "completion"]
+    problem = f"no field `{missing_name}`; the row has {field_names(fields.value)}"
     raise DataError(location, problem, guess_columns(fields.value, location))
 
 

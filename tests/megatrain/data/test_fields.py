@@ -72,40 +72,6 @@ def test_fields_that_the_template_leaves_out_are_named(tokenizer: Any) -> None:
         encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING))
 
 
-@pytest.mark.parametrize(
-    ("calls", "tools", "left_out"),
-    [
-        ("{{ m.tool_calls | tojson }}", "{{ tools | tojson }}", ()),
-        (
-            "{{ m.tool_calls | tojson }}",
-            "{{ tools[0].function.name }}",
-            ("descriptions of tools", "parameters of tools"),
-        ),
-        ("{{ m.tool_calls[0] | tojson }}", "{{ tools | tojson }}", ("arguments of tool_calls",)),
-        (
-            "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}",
-            "{{ tools | tojson }}",
-            ("arguments of tool_calls",),
-        ),
-    ],
-)
-def test_omitted_parts_of_tools_and_calls_are_named(
-    tokenizer: Any, calls: str, tools: str, left_out: tuple[str, ...]
-) -> None:
-    tokenizer.chat_template = (
-        "{% if tools %}" + tools + "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
-    )
-    second = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome", "days": 37}}}
-    said = {**CALLING, "tool_calls": [CALL, second]}
-    encoder = RowEncoder(tokenizer)
-    for _ in range(2):  # the first row shows which fields appear
-        encoded = encode_row(encoder, row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
-        assert encoded.omitted_fields == left_out
-        is_lost = "arguments of tool_calls" in left_out
-        assert encoded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
-
-
 def test_short_function_name_in_text_does_not_count_as_a_call(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     call = {"type": "function", "function": {"name": "e", "arguments": {}}}
@@ -177,39 +143,6 @@ def test_unread_columns_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     assert to_row(dolly, "", "auto", columns).unread_columns == ("context",)
     assert to_row(dolly, "", "auto", {**columns, "input": "context"}).unread_columns == ()
     assert to_row(deep, "", "text", {"text": "doc.body"}).unread_columns == ("id",)
-
-
-# -- tool calls -------------------------------------------------------------------------------------------------
-
-
-BAD_ARGUMENTS = ["[1]", "5", "NaN", '"x"', json.dumps(json.dumps({"a": 1})), 0, False, [], [1], 1.5]
-
-
-@pytest.mark.parametrize("given", BAD_ARGUMENTS)
-@pytest.mark.parametrize("name", ["arguments", "parameters"])
-def test_non_object_arguments_are_refused(given: object, name: str) -> None:
-    call = {"function": {"name": "f", name: given}}
-    with pytest.raises(RowError, match=rf"^rows line 1, message 2: `{name}` of the tool call `f` must be an object"):
-        row(QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]})
-
-
-@pytest.mark.parametrize("given", [None, "", "  ", "{}", {}])
-def test_a_call_without_arguments(given: object) -> None:
-    made = row(QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]})
-    assert made.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-
-
-def test_foreign_tool_call_formats_are_read() -> None:
-    function = {"name": "f", "arguments": {"a": None}}
-    expected = [{"type": "function", "function": function, "id": "1"}]
-    written = {"id": "1", "type": "function", "function": function}
-    flat = {"id": "1", "function": None, **function}
-    for calls in ([written], written, json.dumps([written]), json.dumps(written), [flat]):
-        for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
-            made = row(QUESTION, {"role": "assistant", **content, "tool_calls": calls})
-            assert made.messages[1] == {"role": "assistant", "content": "", "tool_calls": expected}
-    with pytest.raises(RowError, match="message 2: `tool_calls` contains broken JSON at column"):
-        row(QUESTION, {"role": "assistant", "content": "", "tool_calls": "[{"})
 
 
 # -- columnar files ---------------------------------------------------------------------------------------------

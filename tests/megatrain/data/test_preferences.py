@@ -99,6 +99,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[DataError], str]] = {
     "text as label": ({"prompt": "a", "completion": "b", "label": "good"}, DataError, LABEL.format("text")),
     "text as kto_tag": ({"prompt": "a", "completion": "b", "kto_tag": "good"}, DataError, LABEL.replace("`label`", "`kto_tag`").format("text")),
     "no completion": ({"prompt": "a", "label": True}, DataError, 'no field `completion`; the row has `prompt`, `label`. `prompt` may be the prompt, but no field contains an answer as text. Add one, for example `answer`, and write columns = { prompt = "prompt", completion = "answer" } under this [[data.train]]'),
+    "no prompt": ({"question": "a", "completion": "b", "label": True}, DataError, 'no field `prompt`; the row has `question`, `completion`, `label`. Write for example columns = { prompt = "question", completion = "completion" } under this [[data.train]]'),
     "no turn of the assistant": ({"messages": [ASKED], "label": True}, DataError, "no field `completion`; the row has `messages`, `label`. No field of the row is text. Write rows with `messages`, `prompt` and `completion`, or `text`"),
     "another prompt": ({**CHATS["text beside conversations"], "prompt": "Why?"}, RowError, NO_PREFIX),
     "another rejected prompt": ({"prompt": "Who?", "chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "Why?"}, BAD]}, RowError, NO_PREFIX),
