@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -343,4 +345,63 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not messages
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cache_folder("auto", messages.append) is None
-    assert "cannot be written (Not a directory): tokens are kept in RAM" in messages[0]
+    assert messages == [
+        f"{tmp_path}/file/megatrain-tier/tokens cannot be written (Not a directory): tokens are kept in RAM. "
+        "data.cache_dir names another folder"
+    ]
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder("auto", messages.append) == tmp_path / "home/.cache/megatrain-tier/tokens"
+    assert len(messages) == 1
+
+
+def test_a_folder_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    messages: list[str] = []
+    with pytest.raises(DataError) as refused:
+        cache_folder(str(tmp_path), messages.append)
+    assert str(refused.value).startswith(
+        f"{tmp_path}: data.cache_dir cannot be written: '{tmp_path}' cannot be locked: No locks available."
+    )
+    assert not messages
+    assert cache_folder("auto", messages.append) is None
+    assert messages[0].startswith(f"{tmp_path}/xdg/megatrain-tier/tokens cannot be written ('{tmp_path}/xdg/")
+
+
+def test_a_folder_that_another_process_locks_can_be_used(tmp_path: Path) -> None:
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert cache_folder(str(tmp_path), pytest.fail) == tmp_path
+    finally:
+        os.close(held)
+
+
+def test_a_checksum_is_stored_with_size_time_and_inode(tmp_path: Path) -> None:
+    """A stored checksum is used only if all of them are unchanged."""
+    path, folder = tmp_path / "a.txt", tmp_path / "cache"
+    folder.mkdir()
+    path.write_text("one")
+    os.utime(path, (1_000_000_000, 1_000_000_000))
+    expected = TokenCache(folder).file_checksum(path)
+    (record,) = (folder / "checksums").iterdir()
+    stat = path.stat()
+    stamp = [3, 1_000_000_000 * 10**9, stat.st_ino, stat.st_dev]
+    assert json.loads(record.read_text()) == {"stamp": stamp, "checksum": expected}
+    record.write_text(json.dumps({"stamp": stamp, "checksum": "stored"}))
+    assert TokenCache(folder).file_checksum(path) == "stored"
+    for index in range(4):
+        changed = [value + (position == index) for position, value in enumerate(stamp)]
+        record.write_text(json.dumps({"stamp": changed, "checksum": "stored"}))
+        assert TokenCache(folder).file_checksum(path) == expected
+    other = tmp_path / "other.txt"
+    other.write_text("one")
+    os.utime(other, (1_000_000_000, 1_000_000_000))
+    assert TokenCache(folder).file_checksum(other) == expected
+    assert len(list((folder / "checksums").iterdir())) == 2
+    with pytest.raises(DataError, match=r"none: the file cannot be read: No such file or directory. Check its perm"):
+        TokenCache(folder).file_checksum(tmp_path / "none")

@@ -10,7 +10,16 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
-from megatrain.data.rows_report import DataError, DataReport, SourceCounts, check_losses
+from megatrain.data.rows_report import (
+    DataError,
+    DataReport,
+    DropCount,
+    EmptyFileError,
+    RowCounts,
+    RowError,
+    SourceCounts,
+    check_losses,
+)
 from megatrain.training.resolve import resolve_data
 
 SHORT = {"prompt": "Who? ", "completion": "Ishmael"}
@@ -71,31 +80,137 @@ def report(**counts: int) -> DataReport:
     return DataReport(0, 0, 0, 0, 0, 0, 0, sources=(SourceCounts(**counts),))
 
 
+STATS = "`megatrain-tier data stats CONFIG`"
+
+
 @pytest.mark.parametrize(
-    ("counts", "warned"),
+    ("counts", "warning"),
     [
-        ({"num_rows": 100, "num_rows_lost": 5, "num_bad": 5}, False),
-        ({"num_rows": 100, "num_rows_lost": 6, "num_bad": 6}, True),
-        ({"num_rows": 1000, "num_rows_lost": 1, "num_tokens": 100, "num_tokens_lost": 50, "num_truncated": 1}, True),
-        ({}, False),
+        ({"num_rows": 100, "num_rows_lost": 5, "num_bad": 5}, ""),
+        (
+            {"num_rows": 100, "num_rows_lost": 6, "num_bad": 6},
+            "6 of 100 rows (6.0%) and 0.0% of the tokens are dropped or truncated: 6 dropped because of an error. Fix "
+            "the rows",
+        ),
+        (
+            {"num_rows": 1000, "num_rows_lost": 1, "num_tokens": 100, "num_tokens_lost": 50, "num_truncated": 1},
+            "1 of 1,000 rows (0.1%) and 50.0% of the tokens are dropped or truncated: 1 truncated to data.max_length. "
+            "Raise data.max_length",
+        ),
+        (
+            {"num_rows": 9, "num_rows_lost": 2, "num_too_long": 1, "num_untrained": 1, "num_tokens": 0},
+            "2 of 9 rows (22.2%) and 0.0% of the tokens are dropped or truncated: 1 dropped as too long, 1 dropped "
+            "without a trained token. Raise data.max_length",
+        ),
+        (
+            {"num_rows": 1, "num_rows_lost": 1, "num_untrained": 1, "num_turns": 8, "num_turns_lost": 1},
+            "1 of 1 row (100.0%) and 0.0% of the tokens are dropped or truncated: 1 dropped without a trained token; 1 "
+            "of 8 turns (12.5%) of the assistant are not trained. Fix the rows",
+        ),
+        (
+            {"num_rows": 4000, "num_turns": 2000, "num_turns_lost": 1200},
+            "1,200 of 2,000 turns (60.0%) of the assistant are not trained. Set model.chat_template to a template that "
+            "renders them completely",
+        ),
+        ({}, ""),
     ],
 )
-def test_losses_above_five_percent_warn(counts: dict[str, int], warned: bool) -> None:
-    found = check_losses(report(**counts), ["data.train.0 (x.jsonl)"], 0.5)
-    assert len(found) == warned
-    if warned:
-        assert found[0].startswith("data.train.0 (x.jsonl): ") and "`megatrain-tier data stats CONFIG`" in found[0]
-        assert ("Raise data.max_length" in found[0]) == ("num_truncated" in counts)
+def test_losses_above_five_percent_warn(counts: dict[str, int], warning: str) -> None:
+    name = "data.train.0 (x.jsonl)"
+    expected = [f"{name}: {warning}: {STATS} shows the reasons"] if warning else []
+    assert check_losses(report(**counts), [name], 1.0) == expected
 
 
 def test_losses_above_max_dropped_are_refused() -> None:
     half = {"num_rows": 200, "num_rows_lost": 101, "num_too_long": 101}
     with pytest.raises(DataError) as refused:
         check_losses(report(**half), ["data.train.0 (x.jsonl)"], 0.5)
-    text = str(refused.value)
-    assert text.startswith("data.train.0 (x.jsonl): 101 of 200 rows (50.5%)") and "101 dropped as too long" in text
-    assert "more than data.max_dropped = 0.5. Raise data.max_length" in text and "set max_dropped = 0.51" in text
-    assert len(check_losses(report(**half), ["x"], 0.51)) == 1
+    assert str(refused.value) == (
+        "data.train.0 (x.jsonl): 101 of 200 rows (50.5%) and 0.0% of the tokens are dropped or truncated: 101 dropped "
+        f"as too long. That is more than data.max_dropped = 0.5. Raise data.max_length ({STATS} shows the reasons), or "
+        "accept the loss: set max_dropped = 0.51 in [data]"
+    )
+    assert len(check_losses(report(**half), ["x"], 0.51)) == len(check_losses(report(**half), ["x"], 0.505)) == 1
     assert check_losses(report(num_rows=1000, num_rows_lost=10), ["x"], 1.0) == []
     with pytest.raises(DataError):
         check_losses(report(num_rows=1000, num_rows_lost=10), ["x"], 0.0)
+
+
+def test_report_lists_all_counts_and_reasons() -> None:
+    counts = RowCounts()
+    counts.total.num_rows, counts.total.num_tokens, counts.total.num_truncated = 20, 900, 3
+    for number, reason in enumerate(["no role", "no text", "no text"], start=4):
+        counts.drop(RowError(f"a line {number}", f"{reason} here", reason=reason))
+    for name in ("a.txt", "b.txt"):
+        counts.drop(EmptyFileError(name))
+    for number in (8, 9):
+        counts.count_untrained(f"a line {number}")
+    counts.add_turns(5, ["it is empty", "rewritten", "it is empty"], "a line 10")
+    counts.add_turns(2, ["rewritten", "rewritten"], "a line 11")
+    counts.end_source()
+    counts.total.num_rows, counts.total.num_too_long, counts.total.num_tokens = 1030, 4, 5000
+    left_out = (("name", 12), ("tools", 13), ("tool_calls", 13), ("arguments of tool_calls", 12), ("end", 14))
+    for name, line in left_out:
+        counts.record("left_out", [name], f"b line {line}")
+    for line, names in ((15, ["<s>", "</s>"]), (16, ["</s>"])):
+        counts.record("special_tokens", names, f"b line {line}")
+    for name in "abcdefghij":
+        counts.record("unread", [name], "b line 17")
+    counts.record("unread", ["b"], "b line 18")
+    counts.end_source()
+    made = counts.report(1000, 4000, 1000)
+    assert counts.first_error is not None and str(counts.first_error) == "a line 4: no role here. Fix or remove the row"
+    assert made == DataReport(
+        num_rows=1030,
+        num_documents=1000,
+        num_truncated=3,
+        num_too_long=4,
+        num_untrained=2,
+        num_tokens=4000,
+        num_trained_tokens=1000,
+        dropped=(DropCount("no text", 2, "a line 5"), DropCount("no role", 1, "a line 4")),
+        untrained_turns=(DropCount("rewritten", 3, "a line 10"), DropCount("it is empty", 2, "a line 10")),
+        first_untrained="a line 8",
+        sources=(
+            SourceCounts(
+                num_rows=23,
+                num_truncated=3,
+                num_untrained=2,
+                num_bad=3,
+                num_rows_lost=3,
+                num_tokens=900,
+                num_turns=7,
+                num_turns_lost=5,
+            ),
+            SourceCounts(num_rows=1007, num_too_long=4, num_tokens=4100),
+        ),
+        empty_files=DropCount("the file is empty", 2, "a.txt"),
+        left_out=tuple(DropCount(name, 1, f"b line {line}") for name, line in left_out),
+        special_tokens=(DropCount("</s>", 2, "b line 15"), DropCount("<s>", 1, "b line 15")),
+        unread=(DropCount("b", 2, "b line 17"), *(DropCount(name, 1, "b line 17") for name in "acdefghij")),
+    )
+    assert made.num_dropped == 4 + 2 + 3
+    assert str(made).split("\n") == [
+        "1,030 rows, 1,000 documents, 4,000 tokens (25.0% trained), 3 truncated, 4 dropped as too long, 2 dropped "
+        "without a trained token (first: a line 8), 2 empty files skipped (first: a.txt)",
+        "  2 rows dropped: no text (first: a line 5)",
+        "  1 row dropped: no role (first: a line 4)",
+        "  3 turns not trained: rewritten (first: a line 10)",
+        "  2 turns not trained: it is empty (first: a line 10)",
+        "  warning: the chat template has no place for tools / tool_calls / arguments of tool_calls (1 of 1,030 rows; "
+        "first: b line 13): set model.chat_template to a template with tools",
+        "  the chat template leaves out `name` of 1 row (first: b line 12)",
+        "  the chat template leaves out `end` of 1 row (first: b line 14)",
+        "  ignored columns: `b` (2 rows), `a` (1 row), `c` (1 row), `d` (1 row), `e` (1 row), `f` (1 row), `g` (1 "
+        "row), `h` (1 row) and 2 others",
+        "  the text of 2 rows contains </s>, which the tokenizer reads as a special token, as in transformers (first: "
+        "b line 15)",
+        "  the text of 1 row contains <s>, which the tokenizer reads as a special token, as in transformers (first: b "
+        "line 15)",
+    ]
+    assert DataReport.from_json(json.loads(json.dumps(made.to_json()))) == made
+    in_pieces = DataReport(1, 2, 0, 0, 0, 7, 7, unread=tuple(DropCount(name, 1, "x") for name in "abcdefgh"))
+    assert str(in_pieces) == (
+        "1 row (a text file is one row), 2 documents (pieces of texts, or answers), 7 tokens (100.0% trained)\n"
+        "  ignored columns: " + ", ".join(f"`{name}` (1 row)" for name in "abcdefgh")
+    )
