@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from megatrain.base.layout import build_layout
 from megatrain.extras.translate.conversions import DECAY_EXCLUDE
-from megatrain.optim.base import StateKind, build_segments, bytes_per_parameter
+from megatrain.optim.base import Segment, StateKind, build_segments, bytes_per_parameter
 from megatrain.optim.table import OptimizerConfig, ParameterGroupConfig
 from oracles.families import tiny_config
 
@@ -85,6 +87,36 @@ def test_state_with_its_own_length_is_packed_by_tensor() -> None:
     assert [dict(segment.state_starts) for segment in segments] == [{"sums": start} for start in (0, 0, 32, 32, 48)]
     used = 4 * (1024 + layout.num_elements)
     assert bytes_per_parameter((kind, whole), layout) == pytest.approx(used / layout.num_parameters)
+
+
+def test_shared_elements_are_counted_and_located() -> None:
+    layout = build_layout("layer", PARAMETERS, trainable=True)
+    scales = StateKind("m_scale", torch.float32, granularity=256)
+    assert list(scales.starts(layout).values()) == [0, 4, 12, 16, 20]
+    assert [scales.elements_for(count) for count in (1, 256, 257, 2048)] == [1, 1, 2, 8]
+    assert [scales.length_of(entry) for entry in layout.entries] == [1, 8, 1, 1, 1]
+    assert scales.num_elements(layout) == layout.num_elements // 256 == 24
+    rows = StateKind("rows", torch.float32, lambda entry: entry.shape[0] + 1)
+    assert [rows.length_of(entry) for entry in layout.entries] == [65, 33, 33, 5, 65]
+    assert bytes_per_parameter((scales, rows, StateKind("low", torch.int16))) == 4 / 256 + 2
+
+
+def test_only_blocks_that_match_the_weights_can_be_split() -> None:
+    one, two = (build_layout("layer", PARAMETERS[:count], trainable=True) for count in (1, 2))
+    same = StateKind("v", torch.float32, lambda entry: entry.numel)
+    kinds = (same, replace(same, elements_of=None), replace(same, elements_of=lambda entry: 1))
+    assert [kind.has_weight_layout(one) for kind in kinds] == [True, True, False]
+    assert [kind.has_weight_layout(two) for kind in kinds] == [False, True, False]
+    assert not any(replace(kind, needs_whole=True).has_weight_layout(one) for kind in kinds)
+
+
+def test_a_segment_is_cut_to_a_part_of_its_block() -> None:
+    segment = Segment(100, 200, 0.5, 0.25, (10, 10), {"v": 7}, "w", param_start=30)
+    rest = (0.5, 0.25, (10, 10))
+    assert segment.within(range(150, 180)) == Segment(0, 30, *rest, {"v": 0}, "w", 80)
+    assert segment.within(range(40, 120)) == Segment(60, 80, *rest, {"v": 60}, "w", 30)
+    assert segment.within(range(190, 300)) == Segment(0, 10, *rest, {"v": 0}, "w", 120)
+    assert segment.within(range(300)) == Segment(100, 200, *rest, {"v": 100}, "w", 30)
 
 
 def test_empty_state_kind_still_has_a_block() -> None:

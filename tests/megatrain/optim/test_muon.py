@@ -13,7 +13,7 @@ from megatrain.base.layout import build_layout, split_into_parts
 from megatrain.optim.base import Update, build_segments, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.fused import FusedMatrix
-from megatrain.optim.matrices import DeviceOrthogonalizer
+from megatrain.optim.matrices import DeviceOrthogonalizer, device_bytes, host_bytes, matrix_elements, matrix_shapes
 from megatrain.optim.muon import Muon, newton_schulz, newton_schulz_bytes
 from megatrain.optim.threads import KernelThreads
 from oracles.blocks import master_blocks, master_of
@@ -190,6 +190,29 @@ def test_fused_matrices_match_torch_on_separate_ones(where: str, adjust_lr: Any)
     for step, gradient in enumerate(gradients, 1):
         make(**options).update(host, gradient, segments, Update(step, 1e-2))
     assert torch.equal(host["weight"], blocks["weight"]) and torch.equal(host["m"], blocks["m"])
+
+
+def test_memory_and_flops_of_matrices() -> None:
+    muon, layout = make(num_steps=3), build_layout("layer", SHAPES.items(), True)
+    frozen = build_layout("frozen", [("base", (500, 500))], False)
+    shapes = matrix_shapes(muon, [frozen, layout])
+    assert shapes == {(24, 40), (70, 30), (16, 8)}
+    assert matrix_elements(muon, layout) == 24 * 40 + 70 * 30 + 3 * 16 * 8
+    scratch_bytes = 2 * (70 * 30 + 2 * 30 * 30)
+    assert newton_schulz_bytes(70, 30) == newton_schulz_bytes(30, 70) == scratch_bytes
+    assert [muon.workspace_bytes(entry) for entry in layout.entries] == [
+        2 * 24 * 40 + 2 * (24 * 40 + 2 * 24 * 24),
+        2 * 70 * 30 + scratch_bytes,
+        2 * 16 * 8 + 2 * (16 * 8 + 2 * 8 * 8),
+        0,
+        0,
+    ]
+    assert device_bytes(muon, torch.device("cpu"), shapes) == 2 * 70 * 30 + scratch_bytes
+    assert device_bytes(muon, torch.device("cuda"), shapes) == 2 * 70 * 30 + scratch_bytes + 8 * 4096 * 1024
+    assert device_bytes(muon, torch.device("cuda"), []) == 0
+    assert host_bytes(shapes) == 2 * 8192 and host_bytes([(32, 64), (1, 9)]) == 2 * 4096 and host_bytes([]) == 0
+    assert muon.orthogonalize_flops(70, 30) == 3 * (4 * 30 * 30 * 70 + 2 * 30**3) == muon.orthogonalize_flops(30, 70)
+    assert muon.piece_bytes == 0
 
 
 def test_flops_and_workspace_of_fused_matrices() -> None:

@@ -23,7 +23,8 @@ def test_calls_are_grouped_in_order_and_completely() -> None:
     for num_threads in (1, 2, 7):
         for num_elements in (0, 1, 10**5, 10**7, 10**9):
             assert elements_per_call(num_elements, num_threads) >= 1
-    assert elements_per_call(10**9, 1) == 10**9 and elements_per_call(10**9, 2) == 1 << 20
+    sizes = ((10**9, 1), (10**9, 2), (8 * 100_000 + 1, 2), (12 * 100_000, 3), (8 << 16, 2), (0, 1))
+    assert [elements_per_call(*each) for each in sizes] == [10**9, 1 << 20, 100_001, 100_000, 1 << 16, 1]
 
 
 @pytest.mark.parametrize(("num_cores", "with_gpu"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 14)])
