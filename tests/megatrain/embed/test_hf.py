@@ -158,15 +158,41 @@ def test_best_model_at_the_end(folder: Path, tmp_path: Path, stores: Stores) -> 
 
 
 def test_optim_names_select_tiered_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
-    trainer = mt.hf.offloaded(Trainer)(model=model_of(folder), args=arguments(tmp_path), store=stores())
-    names = {"adamw_torch_fused": "TieredAdamW", "sgd": "TieredSGD", "lion_32bit": "TieredLion"}
-    for name, wanted in {**names, "adafactor": "TieredAdafactor"}.items():
-        chosen, options = trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
-        assert chosen.__name__ == wanted
-        assert options["max_grad_norm"] == 0.5
+    store = stores()
+    trainer = mt.hf.offloaded(Trainer)(
+        model=model_of(folder), args=arguments(tmp_path), store=store, optimizer_options={"seed": 5}
+    )
+    lion = {"lr": 1e-3, "betas": (0.7, 0.8), "store": store, "max_grad_norm": 0.5, "seed": 5}
+    adamw, plain = {**lion, "eps": 1e-6}, {name: value for name, value in lion.items() if name != "betas"}
+    wanted: dict[str, tuple[type[Any], dict[str, Any]]] = {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), (mt.TieredAdamW, adamw)),
+        **dict.fromkeys(
+            ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
+            (mt.TieredAdamW, {**adamw, "state_dtype": "int8"}),
+        ),
+        **dict.fromkeys(("lion_32bit", "lion"), (mt.TieredLion, lion)),
+        **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (mt.TieredLion, {**lion, "state_dtype": "int8"})),
+        "sgd": (mt.TieredSGD, plain),
+        "adafactor": (mt.TieredAdafactor, plain),
+    }
+    settings = {"adam_beta1": 0.7, "adam_beta2": 0.8, "adam_epsilon": 1e-6}
+    for name, expected in wanted.items():
+        args = arguments(tmp_path, **settings)
+        args.optim = name  # transformers checks that the library of an 8-bit optimizer is installed
+        assert trainer.get_optimizer_cls_and_kwargs(args) == expected, name
+    args = arguments(tmp_path, max_grad_norm=None)
+    assert trainer.get_optimizer_cls_and_kwargs(args)[1]["max_grad_norm"] == 0.0
     for name in ("rmsprop", "adamw_torch_4bit"):
-        with pytest.raises(ValueError, match=f'optim="{name}" has no tiered optimizer'):
+        with pytest.raises(ValueError) as caught:
             trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
+        assert str(caught.value) == (
+            f'optim="{name}" has no tiered optimizer. Use adamw_torch, adamw_8bit, lion_32bit, lion_8bit, sgd or '
+            "adafactor"
+        )
+
+
+def test_completion_lists_the_public_names() -> None:
+    assert dir(mt.hf) == ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "offloaded"]
 
 
 def test_adapters_of_peft_with_sft_trainer(folder: Path, tmp_path: Path, stores: Stores) -> None:

@@ -15,8 +15,9 @@ import torch
 import megatrain
 from megatrain.embed.block_homes import home_order, shared_state
 from megatrain.embed.partition import OffloadError
+from megatrain.embed.stores import _example_size, _free_bytes
 from megatrain.machine.cgroups import total_ram_bytes
-from tiered import CapacityError, LockedError, MiB, format_size
+from tiered import CapacityError, GiB, LockedError, MiB, format_size
 
 
 def test_sizes(tmp_path: Path) -> None:
@@ -34,43 +35,78 @@ def test_sizes(tmp_path: Path) -> None:
         assert store.path == str(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ram": "many"}, "ram"),
-        ({"ram": "x%"}, "90%"),
-        ({"ram": -5}, "ram"),
-        ({"ram": 4}, 'ram=4 means 4 bytes. Write the unit: ram="4GiB"'),
-        ({"ram": "4"}, '4 has no unit. Write "4GiB"'),
-        ({"ram": 0.9}, 'whole number.*"90%"'),
-        ({"ram": True}, "ram=True is not a size"),
-        ({"ram": None}, "ram=None is not a size"),
-        ({"ram": "8MiB", "nvme": "DIR", "nvme_size": 40}, 'nvme_size="40GiB"'),
-        ({"ram": "8MiB", "nvme_size": "40GiB"}, 'needs a folder on a drive: nvme="state/store"'),
-        ({"ram": "8MiB", "nvme": "DIR", "nvme_size": "12 bananas"}, "nvme_size"),
-        ({"ram": "8MiB", "nvme": "DIR", "on_full": "explode"}, "explode"),
-        ({"ram": "999TiB"}, "ram=.999TiB. exceeds the .* of this machine"),
-        ({"ram": 1 << 60}, "exceeds the .* of this machine"),
-    ],
+EXAMPLES = 'Write for example ram="4GiB", "90%" or "auto"'
+NO_SIZE = f"is not a size, which is text or a whole number of bytes. {EXAMPLES}"
+ALSO = 'A share such as "90%" and "auto" are also possible'
+TOTAL_BYTES = total_ram_bytes()
+TOO_LARGE = f"exceeds the {format_size(TOTAL_BYTES)} of this machine. Pass less, or add a drive with nvme="
+#: Options that are refused, and the message. The folder of drives is "DIR".
+INVALID: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"ram": "many"}, f'ram: "many" is not a size. Write for example "110GiB" or "110GB". {ALSO}'),
+    ({"ram": "x%"}, f'ram: "x%" is not a size. Write for example "110GiB" or "110GB". {ALSO}'),
+    ({"ram": 0}, f"ram=0 is not a size. {EXAMPLES}"),
+    ({"ram": -5}, f"ram=-5 is not a size. {EXAMPLES}"),
+    ({"ram": 1}, 'ram=1 means 1 bytes. Write the unit: ram="1GiB"'),
+    ({"ram": 65_535}, 'ram=65535 means 65535 bytes. Write the unit: ram="65535GiB"'),
+    ({"ram": "4"}, f'ram: 4 has no unit. Write "4GiB" or "4GB". {ALSO}'),
+    ({"ram": 0.9}, f"ram=0.9 {NO_SIZE}"),
+    ({"ram": True}, f"ram=True {NO_SIZE}"),
+    ({"ram": None}, f"ram=None {NO_SIZE}"),
+    ({"nvme": "DIR", "nvme_size": 40}, 'nvme_size=40 means 40 bytes. Write the unit: nvme_size="40GiB"'),
+    ({"nvme_size": "40GiB"}, """nvme_size='40GiB' needs a folder on a drive: nvme="state/store\""""),
+    (
+        {"nvme": "DIR", "nvme_size": "12 bananas"},
+        f'nvme_size: "bananas" is not a unit of size. Use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB. {ALSO}',
+    ),
+    ({"nvme": "DIR", "on_full": "explode"}, 'on_full="explode" is invalid. Pass "pause" or "error"'),
+    ({"ram": "999TiB"}, f"ram='999TiB' {TOO_LARGE}"),
+    ({"ram": TOTAL_BYTES + 1}, f"ram={TOTAL_BYTES + 1} {TOO_LARGE}"),
+    ({"ram": TOTAL_BYTES + 1, "nvme": "DIR"}, f"ram={TOTAL_BYTES + 1} {TOO_LARGE}"),
 )
-def test_invalid_store_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    if "nvme" in options:
-        options["nvme"] = tmp_path / "drive"
-    with pytest.raises(ValueError, match=message):
-        megatrain.open_store(**options)
+
+
+def test_invalid_store_options_are_refused(tmp_path: Path) -> None:
+    for options, message in INVALID:
+        folders = {"nvme": tmp_path / "drive"} if "nvme" in options else {}
+        with pytest.raises(ValueError) as caught:
+            megatrain.open_store(**{"ram": "8MiB", **options, **folders})
+        assert str(caught.value) == message
+
+
+def test_largest_and_smallest_sizes_are_accepted() -> None:
+    for size in (TOTAL_BYTES, 65_536):
+        with megatrain.open_store(ram=size) as store:
+            assert store.stats().tiers["ram"].capacity_bytes == size
 
 
 def test_drive_without_a_size_reports_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with megatrain.open_store(ram="8MiB", nvme=tmp_path / "told") as store:
         size = format_size(store.stats().tiers["nvme"].capacity_bytes)
     (record,) = caplog.records
-    assert f"nvme_size is not set, so the store may use up to {size} of {tmp_path / 'told'}" in record.message
     bound = re.search(r'nvme_size="(\w+)"', record.message)
-    assert bound is not None
+    assert bound is not None and record.levelname == "WARNING"
+    assert record.message == (
+        f"nvme_size is not set, so the store may use up to {size} of {tmp_path / 'told'}, nine tenths of the free "
+        f'space. For less: nvme_size="{bound[1]}"'
+    )
     caplog.clear()
     for number, nvme_size in enumerate((bound[1], "auto", 64 * MiB, numpy.int64(64 * MiB))):
         with megatrain.open_store(ram="8MiB", nvme=tmp_path / f"{number}", nvme_size=nvme_size):
             assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(9 * GiB, "4GiB"), (2 * GiB, "1GiB"), (2 * GiB - 1, "1023MiB"), (5 * MiB, "2MiB"), (MiB, "1MiB"), (1, "1MiB")],
+)
+def test_example_of_a_size_is_half_of_the_space(nbytes: int, text: str) -> None:
+    assert _example_size(nbytes) == text
+
+
+def test_free_space_of_one_file_system_counts_once(tmp_path: Path) -> None:
+    found = _free_bytes([tmp_path, tmp_path / "a" / "b", tmp_path / "c"])
+    free = os.statvfs(tmp_path)
+    assert found == pytest.approx(free.f_bavail * free.f_frsize, rel=0.1)
 
 
 def test_several_folders_paths_and_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
