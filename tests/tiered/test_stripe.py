@@ -44,6 +44,38 @@ def test_one_path_makes_one_file_of_a_block() -> None:
     assert plan_chunks(600 * MiB, (1.0,)).slot_bytes == 600 * MiB
 
 
+def test_chunk_plans_are_exact() -> None:
+    """Small blocks have a file for each share of the rates, up to 16. Files of large blocks have a limited size."""
+    page = 4096
+    assert {
+        (nbytes, rates, max_chunk): (plan.chunk_bytes // page, plan.path_indices, plan.slot_bytes // page)
+        for nbytes, rates, max_chunk in (
+            (0, (2.0, 1.0), None),
+            (1, (2.0, 1.0), None),
+            (2 * page, (2.0, 1.0), None),
+            (2 * page + 1, (2.0, 1.0), None),
+            (7 * page, (2.0, 1.0), None),
+            (7 * page, (2.0, 1.0), 2 * page),
+            (8 * page, (1.0, 1.0, 2.0), None),
+            (64 * page, (1.0, 40.0), None),
+            (5 * page, (3.0,), 2 * page),
+        )
+        for plan in [plan_chunks(nbytes, rates, max_chunk)]
+    } == {
+        (0, (2.0, 1.0), None): (1, (), 0),
+        (1, (2.0, 1.0), None): (1, (0,), 1),
+        (2 * page, (2.0, 1.0), None): (1, (0, 1), 2),
+        (2 * page + 1, (2.0, 1.0), None): (1, (0, 1, 0), 3),
+        (7 * page, (2.0, 1.0), None): (3, (0, 1, 0), 9),
+        (7 * page, (2.0, 1.0), 2 * page): (2, (0, 1, 0, 0), 8),
+        (8 * page, (1.0, 1.0, 2.0), None): (2, (2, 0, 1, 2), 8),
+        (64 * page, (1.0, 40.0), None): (4, (1,) * 16, 64),
+        (5 * page, (3.0,), 2 * page): (2, (0, 0, 0), 6),
+    }
+    assert assign_chunks(12, (1.0, 2.0, 3.0)) == (2, 1, 2, 0, 1, 2, 2, 1, 2, 0, 1, 2)
+    assert len(plan_chunks(100 * MiB, (1.0, 1.0)).path_indices) == 7, "at most 16 MiB each"
+
+
 def test_small_blocks_reach_every_path_in_proportion() -> None:
     assert sorted(plan_chunks(64 * KiB, (1.0, 1.0)).path_indices) == [0, 1]
     assert sorted(plan_chunks(64 * KiB, (3.0, 1.0)).path_indices) == [0, 0, 0, 1]
@@ -53,5 +85,7 @@ def test_small_blocks_reach_every_path_in_proportion() -> None:
 
 @pytest.mark.parametrize("rates", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("inf")], [1.0, float("nan")]])
 def test_invalid_rates_are_refused(rates: list[float]) -> None:
-    with pytest.raises(ValueError, match="2 paths"):
+    with pytest.raises(ValueError) as caught:
         check_rates(rates, 2)
+    assert str(caught.value) == f"need one positive rate for each of the 2 paths, got {rates}"
+    assert check_rates([2, 0.5], 2) == (2, 0.5)
