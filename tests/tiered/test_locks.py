@@ -15,7 +15,7 @@ import torch
 
 from tiered import GiB, LockedError, MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import LockingError, UnusableDirectoryError
-from tiered.locks import LOCK_NAME, holder_text, lock_directory, mount_of
+from tiered.locks import LOCK_NAME, Mount, has_open, holder_text, lock, lock_directory, mount_of, owner_in, unescape
 from tiered.tiers.cleanup import measure_leftovers
 from tiered.tiers.directory import TierDirectory
 
@@ -150,3 +150,60 @@ def test_mount_table_is_split_at_newlines_only(tmp_path: Path, name: str) -> Non
     mounts.write_bytes(b"21 1 8:1 / / rw - ext4 /dev/root rw\n" + line.encode())
     assert mount_of(Path(f"/mnt/{name}/x"), mounts).kind == "tmpfs"
     assert mount_of(Path("/mnt"), mounts).kind == "ext4"
+
+
+def test_innermost_and_last_mount_contains_a_path(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/root rw\n"
+        "22 21 8:2 / /data rw shared:2 master:1 - xfs /dev/a rw\n"
+        "23 22 8:3 / /data/my\\040drive rw - nfs4 server:/a\\134b rw\n"
+        "24 21 8:4 / /data rw - btrfs /dev/b rw\n"
+        "a damaged line\n"
+    )
+    assert {path: mount_of(Path(path), mounts) for path in ("/data/x", "/data/my drive/x", "/database", "/data")} == {
+        "/data/x": Mount("/data", "btrfs", "/dev/b"),
+        "/data/my drive/x": Mount("/data/my drive", "nfs4", "server:/a\\b"),
+        "/database": Mount("/", "ext4", "/dev/root"),
+        "/data": Mount("/data", "btrfs", "/dev/b"),
+    }
+    assert mount_of(Path("/data"), tmp_path / "missing") == Mount("/", "unknown", "unknown")
+    assert unescape("a\\040b\\011c\\09") == "a b\tc\\09"
+
+
+def test_owner_is_read_from_the_text_of_a_lock() -> None:
+    texts = ("process 12 on host-a, since 2026", "process 7 on b", "process x on b", "")
+    assert [owner_in(text) for text in texts] == [(12, "host-a"), (7, "b"), (None, None), (None, None)]
+
+
+def test_open_files_of_a_process_are_found(tmp_path: Path) -> None:
+    for name in ("open", "closed"):
+        (tmp_path / name).touch()
+    with (tmp_path / "open").open():
+        assert has_open(os.getpid(), tmp_path / "open") and not has_open(os.getpid(), tmp_path / "closed")
+    assert not has_open(os.getpid(), tmp_path / "open")
+    with pytest.raises(FileNotFoundError):
+        has_open(os.getpid(), tmp_path / "missing")
+
+
+def test_locks_are_shared_or_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fds = [os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT) for _ in range(3)]
+    lock(fds[0], tmp_path, shared=True)
+    lock(fds[1], tmp_path, shared=True)
+    with pytest.raises(BlockingIOError):
+        lock(fds[2], tmp_path)
+    os.close(fds[0])
+    os.close(fds[1])
+    lock(fds[2], tmp_path)
+    refuse_locks(monkeypatch, errno.EACCES)
+    with pytest.raises(BlockingIOError) as caught:
+        lock(fds[2], tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(tmp_path))
+    seen: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: seen.append(operation))
+    for shared in (False, True):
+        for blocking in (False, True):
+            lock(fds[2], tmp_path, shared=shared, blocking=blocking)
+    os.close(fds[2])
+    exclusive, non_blocking = fcntl.LOCK_EX, fcntl.LOCK_NB
+    assert seen == [exclusive | non_blocking, exclusive, fcntl.LOCK_SH | non_blocking, fcntl.LOCK_SH]

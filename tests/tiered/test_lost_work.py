@@ -79,8 +79,17 @@ def test_newest_generation_is_opened_despite_the_top_file(top: int | str | None,
     notices: list[str] = []
     with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), on_notice=notices.append) as store:
         assert value_of(store) == 4
-        (notice,) = notices
-        assert str(path) in notice and "Using generation 4, the newest complete one" in notice
+        reasons = {
+            3: f"'{path}' names generation 3, and the newest generation is 4",
+            1: f"'{path}' names generation 1, but '{path.parent}/snap/00000001/MANIFEST.json' is missing, and the "
+            "newest generation is 4",
+            77: f"'{path}' names generation 77, but '{path.parent}/snap/00000077/MANIFEST.json' is missing, and the "
+            "newest generation is 4",
+            None: f"'{path}' is missing, and the newest generation is 4",
+            "damaged": f"'{path}' cannot be read as a manifest: Expecting property name enclosed in double quotes: "
+            "line 1 column 2 (char 1)",
+        }
+        assert notices == [f"{reasons[top]}. Using generation 4, the newest complete one"]
         assert list_generations(tmp_path / "drive") == [3, 4], "opening removes nothing"
         write(store, 5)
         assert store.commit({"value": 5}).generation == 5

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ from tiered.durable.manifest import (
     generation_folder,
     list_generations,
     make_current,
+    manifest_text,
     newest_first,
     read_manifest,
+    store_id_in_manifests,
     top_problem,
+    top_text,
     write_manifest,
 )
 from tiered.file_io import checksum
@@ -48,8 +52,52 @@ def test_the_last_commit_is_current_and_older_ones_stay_readable(tmp_path: Path)
     assert read_manifest(tmp_path, 2).meta["step"] == 20
     forget_generation(tmp_path, 1)
     assert list_generations(tmp_path) == [2, 12]
-    with pytest.raises(GenerationError, match="Existing generations: 2, 12"):
+    with pytest.raises(GenerationError) as caught:
         read_manifest(tmp_path, 1)
+    assert str(caught.value) == (
+        f"no generation 1 in '{tmp_path}' ('{tmp_path}/snap/00000001/MANIFEST.json' does not exist). Existing "
+        "generations: 2, 12"
+    )
+
+
+def test_manifest_texts_are_stable() -> None:
+    """Programs of other versions read these texts."""
+    assert top_text(12) == '{"body": {"generation": 12}, "format": 1, "xxh3_64": "HASH"}'.replace(
+        "HASH", checksum(b'{"generation": 12}')
+    )
+    body = (
+        '{"blocks": [{"dtype": "bfloat16", "home": "nvme", "key": "layer.0/weight", "location": '
+        '"snap/1/layer.0/weight", "nbytes": 24, "shape": [3, 4], "xxh3_64": ["0123456789abcdef"]}], "generation": 3, '
+        '"meta": {"lr": 0.1, "names": ["a", null], "step": 30}, "paths": {"nvme": ["/drive0/run", "/drive1/run"]}, '
+        '"store": "0123456789abcdef0123456789abcdef"}'
+    )
+    seal = checksum(body.encode())
+    assert manifest_text(sample(3)) == f'{{"body": {body}, "format": 1, "xxh3_64": "{seal}"}}'
+
+
+def test_problem_of_the_top_manifest_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / MANIFEST_NAME
+    assert top_problem(tmp_path) is None
+    make_current(tmp_path, 5)
+    missing = f"names generation 5, but '{tmp_path}/snap/00000005/MANIFEST.json' is missing"
+    assert top_problem(tmp_path) == f"'{path}' {missing}, and no generation exists"
+    with pytest.raises(GenerationError, match=r"no generation 5 in .* Existing generations: none"):
+        read_manifest(tmp_path)
+    write_manifest(tmp_path, sample(3))
+    assert top_problem(tmp_path) is None
+    path.unlink()
+    assert top_problem(tmp_path) == f"'{path}' is missing, and the newest generation is 3"
+
+
+def test_store_id_comes_from_the_newest_readable_manifest(tmp_path: Path) -> None:
+    assert store_id_in_manifests(tmp_path) is None
+    for generation, store in ((1, "1" * 32), (2, ""), (3, "3" * 32)):
+        write_manifest(tmp_path, replace(sample(generation), store=store))
+    assert store_id_in_manifests(tmp_path) == "3" * 32
+    (generation_folder(tmp_path, 3) / MANIFEST_NAME).write_text("{")
+    assert store_id_in_manifests(tmp_path) is None, "the newest readable one has no id"
+    (generation_folder(tmp_path, 2) / MANIFEST_NAME).write_text("{")
+    assert store_id_in_manifests(tmp_path) == "1" * 32
 
 
 def test_opening_candidates_are_listed_despite_damage(tmp_path: Path) -> None:
