@@ -169,6 +169,34 @@ def test_rows_are_written(tmp_path: Path) -> None:
                 store.write_rows(home, 0, wanted[:1])
 
 
+def test_row_errors_name_the_rows_and_the_block(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        store.put("a", numbers(300, 50))
+        store.put("scalar", torch.tensor(1.0))
+        for key, start, rows, message in (
+            ("a", 290, numbers(20, 50), "block 'a' has 300 rows: rows 290 to 310 are out of range"),
+            ("a", -1, numbers(1, 50), "block 'a' has 300 rows: rows -1 to 0 are out of range"),
+            ("a", 3, numbers(2, 40), "block 'a' has rows of (50,) of torch.float32, not (2, 40) of torch.float32"),
+            (
+                "a",
+                3,
+                numbers(2, 50).double(),
+                "block 'a' has rows of (50,) of torch.float32, not (2, 50) of torch.float64",
+            ),
+            ("scalar", 0, numbers(1), "block 'scalar' is a scalar: it has no rows"),
+        ):
+            with pytest.raises(ValueError) as caught:
+                store.write_rows(key, start, rows)
+            assert str(caught.value) == message
+        store.write_rows("a", 280, numbers(20, 50))
+        store.write_rows("a", 300, numbers(0, 50))
+        assert store.read_rows("a", 300, 300).shape == (0, 50)
+        text = "block 'a' has shape (300, 50), torch.float32 and home 'nvme', not (2, 3), torch.int16 and 'ram'"
+        with pytest.raises(ValueError) as caught:
+            store.put("a", torch.zeros(2, 3, dtype=torch.int16), home="ram")
+        assert str(caught.value) == f"{text}: convert it, or unregister the block first (del store['a'])"
+
+
 def test_read_rows_detects_damage(tmp_path: Path) -> None:
     with make_store(tmp_path, verify="always") as store:
         store.put("a", numbers(2000, 33))

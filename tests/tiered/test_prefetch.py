@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +137,20 @@ def test_modified_copy_takes_space_in_intermediate_tiers() -> None:
     assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "r"))] == ["ram"]
     copy.move(CopyState.DIRTY)
     assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
+
+
+def test_shortest_route_uses_the_earliest_links() -> None:
+    links = (("a", "b"), ("a", "c"), ("c", "d"), ("b", "d"), ("d", "e"), ("e", "a"), ("x", "a"))
+    routes = Routes(links)
+    assert routes.between("a", "a") == ()
+    assert routes.between("a", "d") == (("a", "b"), ("b", "d"))
+    assert routes.between("a", "e") == (("a", "b"), ("b", "d"), ("d", "e"))
+    assert Routes((links[1], links[0], *links[2:])).between("a", "d") == (("a", "c"), ("c", "d"))
+    assert routes.tiers_between("a", "e") == ("b", "d") and routes.tiers_between("e", "a") == ()
+    assert [routes.is_far("a", tier) for tier in "abdex"] == [False, False, False, True, False]
+    with pytest.raises(ValueError, match=r"^no links lead from tier 'a' to tier 'x'$"):
+        routes.between("a", "x")
+    assert routes.between("a", "d") == (("a", "b"), ("b", "d")), "from the cache"
 
 
 def test_block_takes_space_in_every_tier_it_is_used_in() -> None:

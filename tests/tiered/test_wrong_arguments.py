@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import BlockNotFoundError, GpuTier, LeaseError, MiB, NvmeTier, RamTier, TieredStore
+from tiered import BlockNotFoundError, BlockSpec, GpuTier, LeaseError, MiB, NvmeTier, RamTier, TieredStore
 
 
 @pytest.fixture
@@ -48,6 +48,43 @@ def test_the_longest_key_can_be_committed(store: TieredStore) -> None:
     store.put(key, torch.ones(4))
     store.commit().wait()
     assert store[key].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "key", ["a", "a.b/c-d/_", "...", "a/.b", "k" * 255, f"{'/'.join(['k' * 100] * 19)}/{'k' * 81}"]
+)
+def test_valid_key_is_accepted(key: str) -> None:
+    assert BlockSpec(key, (2, 3, 5), torch.int32, "ram").nbytes == 120
+    assert BlockSpec(key, (), torch.int16, "ram").num_elements == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "",
+        ".",
+        "..",
+        "a/..",
+        "../a",
+        "a/./b",
+        "a//b",
+        "/a",
+        "a/",
+        "a b",
+        "a\n",
+        f"{'/'.join(['k' * 100] * 19)}/{'k' * 82}",
+    ],
+)
+def test_invalid_key_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=r"use letters, digits|use at most 2000"):
+        BlockSpec(key, (2,), torch.int32, "ram")
+
+
+def test_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        BlockSpec("a", (3, -1, 0), torch.int32, "ram")
+    assert str(caught.value) == "block 'a': negative size in shape (3, -1, 0)"
+    assert BlockSpec("a", (3, 0), torch.int32, "ram").nbytes == 0
 
 
 def test_a_released_lease_has_no_tensor(store: TieredStore) -> None:
