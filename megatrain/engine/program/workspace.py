@@ -121,7 +121,8 @@ def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
     tick_bytes: list[int | None] = []
     for index, tick in enumerate(program.ticks):
         keeps_graph = tick.phase == "forward" and tick.visit in program.recompute.kept_graphs
-        if keeps_graph or tick.visit in passing_visits:
+        is_in_parts = tick.phase in ("forward", "head", "backward") and tick.visit in passing_visits
+        if keeps_graph or is_in_parts:
             tick_bytes.append(None)
             continue
         has_sums = program.sharding.shards.is_local and tick.phase in ("head", "backward")
