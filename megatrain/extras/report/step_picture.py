@@ -89,7 +89,7 @@ def _classify(row: str, name: str) -> tuple[str, str]:
 
 def draw(bars: Sequence[Bar], title: str, note: str) -> str:
     """Return an SVG element with rows for layers, updates and waiting, and a row for each direction of each link."""
-    links = sorted({bar.row for bar in bars} - {PASSES, UPDATES, WAITING}, key=lambda row: row.startswith(WRITES))
+    links = sorted({bar.row for bar in bars} - {PASSES, UPDATES, WAITING}, key=lambda row: (WRITES in row, row))
     span_s = max(bar.end_s for bar in bars)
     scale = (WIDTH - LEFT - RIGHT) / span_s
     y, parts = float(TOP), []
