@@ -96,6 +96,10 @@ def test_results_are_saved_next_to_moving_blocks_if_faster(
     assert any(plan.traffic.values())
     assert plan.program.recompute.saved_results == (frozenset({1, 2, 3, 4}) if saves else frozenset())
     assert not plan.program.recompute.saved_attention
+    path = tmp_path / "run.toml"
+    path.write_text(path.read_text().replace("[model]", '[model]\ncompile = true\ncompile_backend = "eager"', 1))
+    compiled = plan_run(resolve(load_config(path).config))
+    assert not compiled.program.recompute.saving_visits, "a compiled layer is recomputed whole"
     on_drive = make_plan(tmp_path, "12MiB", placement='optimizer = ["nvme"]\nactivations = ["nvme"]')
     assert not on_drive.program.recompute.saved_results
     beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', training='recompute = "none:1"')
