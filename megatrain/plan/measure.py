@@ -209,7 +209,7 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MAX_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.batch.num_micro_batches, plan.device)
+    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.num_together, plan.device)
     workspace += plan.kept_bytes
     blocks = plan.program.blocks
     before_bytes = own_bytes()

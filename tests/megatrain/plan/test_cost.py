@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import astuple, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from fakes.rates import NOW, drive, make_machine
+from fakes.rates import drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
+from megatrain.engine.device.work import Work
 from megatrain.engine.program.visit_trace import KEEP_NOTHING, VisitTrace
 from megatrain.machine import file_systems, profiles, this_machine
 from megatrain.machine.profiles import GpuProfile, LoadedProfile, store_profile
+from megatrain.plan.costs import DeviceCosts
 from megatrain.plan.estimate import estimate_step, nvme_seconds, split
 from megatrain.plan.flops import flops_per_token, tick_flops
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
-from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.plan.times import Estimate, StepShape
+from megatrain.plan.simulate import SimulatedRates, measured_rates, simulate_step
+from megatrain.plan.times import Estimate, MeasuredTicks, OutsideTraffic, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
@@ -504,14 +506,199 @@ def test_muon_products_are_timed_on_the_compute_device(tmp_path: Path) -> None:
     assert estimate(plan, tmp_path, matmul_flops_per_s=rates, gpu=gpu).unmeasured == ("gpu optimizer",)
 
 
-def test_old_measurements_are_reported(plan: Plan, tmp_path: Path) -> None:
-    assert "measured by doctor today" in estimate(plan, tmp_path).notes[-1]
-    old = estimate(plan, tmp_path, measured_at=NOW - timedelta(days=31))
-    assert "31 days ago" in old.notes[-1] and "measure again" in old.notes[-1]
-    assert old.step_s is not None
+def rates_and_notes(costs: DeviceCosts | None) -> tuple[list[float], tuple[str, ...]]:
+    assert costs is not None
+    *rates, assumed = astuple(costs)
+    return rates, assumed
+
+
+def test_rates_that_were_not_measured_are_assumed(tmp_path: Path) -> None:
+    """Attention runs at half the rate of products. A launch, a lease and a transfer cost 1, 1.4 and 8 launches."""
+    rates = {"matmul_flops_per_s": {"cpu/float32": 8e10, "cuda/bfloat16": 4e14}, "ram_update_bytes_per_s": 2e10}
+    attention = "attention at 50% of the rate of products"
+    moved = "element-wise operators at the rate of updates in memory"
+    machine = make_machine(tmp_path, **rates)
+    on_cpu = pytest.approx([8e10, 4e10, 2e10, 4e-5, 5.6e-5, 3.2e-4])
+    notes = (attention, moved, "40 us of the host for each launch")
+    assert rates_and_notes(DeviceCosts.of(machine, "cpu", "float32")) == (on_cpu, notes)
+    assert DeviceCosts.of(machine, "cpu", "bfloat16") is None and DeviceCosts.of(machine, "cuda", "float32") is None
+    host = [1.05 * seconds for seconds in (4e-5, 5.6e-5, 3.2e-4)]
+    notes = (attention, moved, "42 us of the host for each launch")
+    gpu = {"name": "some", "memory_bytes": 1 << 30, "h2d_bytes_per_s": 2e9, "d2h_bytes_per_s": 1e9}
+    for more, rate in ((None, 2e10), (gpu, 2e10), (gpu | {"update_bytes_per_s": 1e12}, 1e12)):
+        found = DeviceCosts.of(make_machine(tmp_path, **rates, gpu=more), "cuda", "bfloat16")
+        assert rates_and_notes(found) == (pytest.approx([4e14, 2e14, rate, *host]), notes)
+    measured = {
+        "attention_flops_per_s": {"cpu/float32": 3e10, "cuda/bfloat16": 1e14},
+        "elementwise_bytes_per_s": {"cpu/float32": 7e9, "cuda/bfloat16": 3e12},
+        "launches_per_s": 50_000.0,
+    }
+    machine = make_machine(tmp_path, **rates, **measured, gpu=gpu)
+    found = DeviceCosts.of(machine, "cpu", "float32")
+    assert rates_and_notes(found) == (pytest.approx([8e10, 3e10, 7e9, 2e-5, 2.8e-5, 1.6e-4]), ())
+    assert found is not None and found.computing_s(Work(16e10, 9e10, 3e10, 21e9, 5)) == pytest.approx(2 + 2 + 3)
+    on_gpu = pytest.approx([4e14, 1e14, 3e12, 2.1e-5, 2.94e-5, 1.68e-4])
+    assert rates_and_notes(DeviceCosts.of(machine, "cuda", "bfloat16")) == (
+        on_gpu,
+        ("launches at 1.05 times what they cost on the CPU",),
+    )
+
+
+DOCTOR = "run `megatrain-tier doctor --config CONFIG` for times"
+COUNTED = "computing       products, attention and other operators at their rates"
+TIMING = "; `plan --measure` times steps of this model"
+TODAY = "rates           measured by doctor today"
+STRIPING = "striping        the 2 NVMe paths are assumed to be equally fast: run doctor, or set rates"
+
+
+def test_notes_state_the_origin_of_all_rates(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert estimate(plan, tmp_path).notes == (COUNTED + TIMING, TODAY)
+    assumed = "attention at 50% of the rate of products, element-wise operators at the rate of updates in memory, "
+    loaded = LoadedProfile(make_machine(tmp_path), ranks=("some rank", "another"))
+    found = estimate_step(plan, shape_of(tmp_path), loaded).notes
+    launches = "40 us of the host for each launch"
+    assert found == (f"{COUNTED}; assumed: {assumed}{launches}{TIMING}", TODAY, "some rank", "another")
+    found = estimate_step(plan, shape_of(tmp_path), replace(loaded, origin="from a file")).notes
+    assert found == (f"{COUNTED}; assumed: {assumed}{launches}", "from a file")
+
+    two = {"paths": [tmp_path / "slow", tmp_path / "fast"], "weights": [1.0, 1.0]}
+    loaded = LoadedProfile(None, "the file is damaged", ranks=("some rank",))
+    unknown = f"times           not measured: {DOCTOR}"
+    found = estimate_step(plan, shape_of(tmp_path, **two), loaded).notes
+    assert found == (unknown, STRIPING, "some rank", "profile         the file is damaged")
+    found = estimate_step(plan, shape_of(tmp_path, **two, has_rates=True), LoadedProfile(None)).notes
+    assert found == (unknown,)
+    by_name(monkeypatch)
+    drives = {"slow": drive(1e9, 1e9, 1e9)}
+    found = estimate(plan, tmp_path, shape=two, drives=drives).notes
+    fast = f"times           drive of {tmp_path / 'fast'} not measured: {DOCTOR}"
+    assert found == (COUNTED + TIMING, fast, STRIPING, TODAY)
+    found = estimate(plan, tmp_path, shape={**two, "has_rates": True}, matmul_flops_per_s={}, drives={}).notes
+    uncounted = (
+        "computing       at least 8 FLOPs per parameter and token in large products, because layers could not be "
+    )
+    both = f"times           drive of {tmp_path / 'slow'}, {tmp_path / 'fast'} not measured: {DOCTOR}"
+    compute = "times           not measured: compute. The step is not predicted"
+    assert found == (f"{uncounted}traced{TIMING}", both, compute, TODAY)
+
+
+@pytest.mark.parametrize(
+    ("days", "age"),
+    [
+        (0.9, "today"),
+        (1, "1 day ago"),
+        (2.5, "2 days ago"),
+        (29.9, "29 days ago"),
+        (31, "31 days ago. They are older than 30 days: measure again"),
+    ],
+)
+def test_old_measurements_are_reported(days: float, age: str, plan: Plan, tmp_path: Path) -> None:
+    """The oldest measurement counts: of the machine or of a drive."""
     key = file_systems.file_system_of(tmp_path).key
-    old_drive = drive(1e9, 1e9, 1e9, measured_at=NOW - timedelta(days=40))
-    assert "40 days ago" in estimate(plan, tmp_path, drives={key: old_drive}).notes[-1]
+    measured_at = datetime.now(UTC) - timedelta(days=days)
+    old = drive(1e9, 1e9, 1e9, measured_at=measured_at)
+    for changes in ({"measured_at": measured_at}, {"drives": {key: old}}):
+        found = estimate(plan, tmp_path, **changes)
+        assert found.notes == (COUNTED + TIMING, f"rates           measured by doctor {age}")
+        assert found.step_s is not None
+    quick = age.replace("ago", "ago, quick").replace("today", "today, quick")
+    old = drive(1e9, 1e9, 1e9, measured_at=measured_at, is_quick=True)
+    for changes in ({"measured_at": measured_at, "is_quick": True}, {"drives": {key: old}}):
+        assert estimate(plan, tmp_path, **changes).notes[1] == f"rates           measured by doctor {quick}"
+
+
+def test_timed_ticks_replace_counted_work(plan: Plan, tmp_path: Path) -> None:
+    """Ticks take 1, 2, 3 ... ms, and a step spends 5 s outside of ticks."""
+    seconds = tuple((index + 1) / 1000 for index in range(len(plan.program.ticks)))
+    ticks = MeasuredTicks(seconds, 5.0, 4, 2, True, 3 * MiB)
+    found = estimate(replace(plan, ticks=ticks), tmp_path)
+    phases = [tick.phase for tick in plan.program.ticks]
+    updates_s = sum(each for each, phase in zip(seconds, phases, strict=True) if phase == "update")
+    assert 0 < updates_s < sum(seconds)
+    assert found.seconds == {
+        "compute": pytest.approx(5.0 + sum(seconds) - updates_s),
+        "optimizer": pytest.approx(updates_s),
+        "nvme": estimate(plan, tmp_path).seconds["nvme"],
+    }
+    assert (found.step_s, found.bound_by) == (pytest.approx(5.0 + sum(seconds)), "compute")
+    text = "4 steps of this model with 2 micro-batches each, extrapolated to all micro-batches"
+    assert found.is_timed and found.notes == (f"computing       measured: {text}, in 3.00 MiB of RAM", TODAY)
+    whole = replace(ticks, is_extrapolated=False)
+    assert whole.note == "computing       measured: 4 steps of this model, in 3.00 MiB of RAM"
+
+
+def test_each_link_has_its_own_rate(plan: Plan, tmp_path: Path) -> None:
+    moved = {"ram->gpu": 20, "gpu->ram": 30, "gpu->ranks": 40, "ranks->gpu": 50, "gpu->hosts": 60, "hosts->gpu": 70}
+    placement = replace(plan.placement, traffic_bytes={**moved, "nvme->gpu": 0})
+    on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
+    gpu = GpuProfile(
+        name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2.0, d2h_bytes_per_s=5.0, peer_bytes_per_s=0.5,
+        network_bytes_per_s=0.1,
+    )  # fmt: skip
+    seconds = {"ram->gpu": 10, "gpu->ram": 6, "gpu->ranks": 80, "ranks->gpu": 100, "gpu->hosts": 600, "hosts->gpu": 700}
+    found = estimate(on_gpu, tmp_path, **RATES, gpu=gpu)
+    assert {name: each for name, each in found.seconds.items() if name in moved} == pytest.approx(seconds)
+    assert (found.step_s, found.bound_by, found.unmeasured) == (pytest.approx(700), "hosts->gpu", ())
+    links = gpu.model_copy(update={"peer_bytes_per_s": None, "network_bytes_per_s": None})
+    assert estimate(on_gpu, tmp_path, **RATES, gpu=links).unmeasured == tuple(moved)[2:]
+    assert estimate(on_gpu, tmp_path, **RATES).unmeasured == tuple(moved)
+    rates = measured_rates(replace(on_gpu, estimate=found))
+    assert rates is not None and (rates.bus_bytes_per_s, rates.peer_bytes_per_s) == pytest.approx((5.0, 0.5))
+
+
+def test_rates_behind_an_estimate(plan: Plan, tmp_path: Path) -> None:
+    key = file_systems.file_system_of(tmp_path).key
+    slow = drive(2e9, 1e9, 1.5e9, computing_s_per_byte=3e-9, seconds_per_copy=7e-4)
+    found = estimate(plan, tmp_path, **RATES, drives={key: slow})
+    assert (found.computing_s_per_nvme_byte, found.seconds_per_nvme_copy) == (pytest.approx(3e-9), 7e-4)
+    seconds = found.seconds
+    assert measured_rates(replace(plan, estimate=found)) == SimulatedRates(
+        nvme_bytes_per_s=pytest.approx((plan.traffic["nvme->ram"] + plan.traffic["ram->nvme"]) / seconds["nvme"]),
+        flops_per_s=pytest.approx(flops_per_token(plan) * 384 / (seconds["compute"] + seconds["host"])),
+        update_params_per_s=pytest.approx(1e8),
+        bus_bytes_per_s=1e12,
+        computing_s_per_nvme_byte=pytest.approx(3e-9),
+        seconds_per_nvme_copy=7e-4,
+    )
+    assert measured_rates(replace(plan, estimate=replace(found, step_s=None))) is None
+
+
+def test_delays_by_drives_are_weighted_by_their_bytes(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name(monkeypatch)
+    drives = {
+        "a": drive(1e9, 1e9, 1e9, computing_s_per_byte=8e-9, seconds_per_copy=2e-4),
+        "b": drive(1e9, 1e9, 1e9, computing_s_per_byte=4e-9, seconds_per_copy=3e-4),
+        "c": drive(1e9, 1e9, 1e9),
+    }
+    shape = {"paths": [tmp_path / name for name in "abc"], "weights": [1.0, 2.0, 5.0]}
+    found = estimate(plan, tmp_path, shape=shape, drives=drives)
+    assert found.computing_s_per_nvme_byte == pytest.approx((8e-9 + 2 * 4e-9) / 8)
+    assert found.seconds_per_nvme_copy == 3e-4
+
+
+def test_runs_without_checkpoints_or_updates_have_fewer_occasions(plan: Plan, tmp_path: Path) -> None:
+    checkpoint = replace(plan.run.checkpoint, table=plan.run.checkpoint.table.without_saves())
+    found = estimate(replace(plan, run=replace(plan.run, checkpoint=checkpoint)), tmp_path).occasions
+    assert [each.name for each in found] == ["start", "export"]
+    ticks = tuple(tick for tick in plan.program.ticks if tick.phase != "update")
+    assert estimate(replace(plan, program=replace(plan.program, ticks=ticks)), tmp_path).occasions == ()
+
+
+def test_weights_that_stay_in_the_folder_are_not_loaded(plan: Plan, tmp_path: Path) -> None:
+    """The files have 1,000 bytes. A part of them is used in place."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    table = plan.run.model.table.model_copy(update={"train_from_scratch": False})
+    run = replace(plan.run, model=replace(plan.run.model, table=table, folder=str(tmp_path)))
+    homes = {key: "ram" if key.endswith("layers.0/weight") else "nvme" for key in plan.placement.homes}
+    moved = replace(plan, run=run, placement=replace(plan.placement, homes=homes))
+    assert estimate(moved, tmp_path).occasions[0].read_bytes == 1000
+    budgets = {**plan.budgets_by_tier, "ram": replace(plan.budgets_by_tier["ram"], is_read_only=True)}
+    share = 174_080 / (131_072 + 4 * 174_080 + 1024)
+    assert estimate(replace(moved, budgets_by_tier=budgets), tmp_path).occasions[0].read_bytes == int(
+        1000 * (1 - share)
+    )
 
 
 def test_wear(plan: Plan, tmp_path: Path) -> None:
@@ -530,19 +717,30 @@ def test_wear(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_traffic_of_start_checkpoint_and_export(plan: Plan, tmp_path: Path) -> None:
+    homes = {**plan.placement.homes, "model.layers.0/m": "ram", "model.layers.1/weight": "ram"}
+    plan = replace(plan, placement=replace(plan.placement, homes=homes))
     durable = [block for block in plan.program.blocks.values() if block.kind in ("weights", "optimizer")]
     on_drives = sum(block.nbytes for block in durable if plan.placement.homes[block.key] == "nvme")
     weights = sum(b.nbytes for b in durable if b.kind == "weights" and plan.placement.homes[b.key] == "nvme")
-    start, checkpoint, export = estimate(plan, tmp_path).occasions
-    assert (start.name, start.read_bytes, start.written_bytes) == ("start", 0, on_drives)  # from scratch
-    assert (
-        checkpoint.linked_bytes == on_drives and checkpoint.written_bytes == sum(b.nbytes for b in durable) - on_drives
-    )
+    in_memory = sum(block.nbytes for block in durable) - on_drives
     exported = plan.graph.num_parameters * plan.graph.dtype.itemsize
-    assert (export.written_bytes, export.read_bytes) == (exported, weights + exported)
-    assert start.seconds == pytest.approx(on_drives / 1e9)
-    lines = [line for line in estimate_lines(estimate(plan, tmp_path)) if line.startswith(("start", "checkpoint"))]
-    assert "writes" in lines[0] and "links" in lines[1]
+    assert 0 < weights < on_drives and in_memory == 2 * 4 * 174_080
+    mixed_s = 2 * exported / 1.5e9 + weights / 2e9
+    assert estimate(plan, tmp_path).occasions == (
+        OutsideTraffic("start", 0, on_drives, 0, pytest.approx(on_drives / 1e9)),  # from scratch
+        OutsideTraffic("checkpoint", 0, in_memory, on_drives, pytest.approx(in_memory / 1e9)),
+        OutsideTraffic("export", weights + exported, exported, 0, pytest.approx(mixed_s)),
+    )
+    unknown = estimate(plan, tmp_path, drives={}).occasions
+    assert [each.seconds for each in unknown] == [None, None, None]
+    budgets = {
+        name: replace(budget, is_durable=False, is_addressable=name != "nvme")
+        for name, budget in plan.budgets_by_tier.items()
+    }
+    checkpoint = estimate(replace(plan, budgets_by_tier=budgets), tmp_path).occasions[1]
+    written = in_memory + on_drives
+    assert (checkpoint.read_bytes, checkpoint.written_bytes) == (on_drives, written)
+    assert checkpoint.seconds == pytest.approx(written / 1e9)
 
 
 def test_paths_on_one_drive_share_it(plan: Plan, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from megatrain.config import load_config
 from megatrain.data.row_kind import CHATS
+from megatrain.engine.program.block_plan import BlockPlan
 from megatrain.engine.step import StepEngine
 from megatrain.extras.doctor import examine
 from megatrain.extras.doctor.drives import DriveEffort
@@ -35,6 +36,8 @@ from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from processes.saved_run import command_group
 from tiered import MiB
+from tiered.ext import TierUsage
+from tiered.units import format_size, round_up
 
 MODEL = EXAMPLES / "quickstart" / "model"
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
@@ -148,20 +151,109 @@ def test_batches_look_like_the_data(write: Write) -> None:
     assert set(synthetic_batches(padded)[0]) == {"input_ids", "labels", "attention_mask"}
 
 
-def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tick takes one second plus two per micro-batch, so the extrapolation to 12 micro-batches gives 25 s."""
-    plan = planned(write(), "gradient_accumulation_steps=12")
-    asked: list[int] = []
+@pytest.mark.parametrize(
+    ("change", "asked", "is_extrapolated", "tick_s"),
+    [
+        # The first step is not timed. A step with two micro-batches shows that no more of them are affordable.
+        ("gradient_accumulation_steps=12", [1, 1, 2, *(3 * [2, 1])], True, 25.0),
+        ("gradient_accumulation_steps=2", [1, 1, 2, 2, 2, 2], False, 5.0),
+        ("gradient_accumulation_steps=1", [1, 1, 1, 1, 1], False, 3.0),
+        ("advanced.micro_batch_order=micro_batch", [3, 3, 3, 3, 3], False, 7.0),
+    ],
+)
+def test_fewer_micro_batches_are_extrapolated(
+    change: str,
+    asked: list[int],
+    is_extrapolated: bool,
+    tick_s: float,
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tick takes one second plus two per micro-batch. The medians ignore the slowest of the steps."""
+    plan, found = planned(write(training='recompute = "full"'), change), list[int]()
+    num_ticks = len(plan.program.ticks)
 
     def run(self: Any, num_micro_batches: int) -> Any:
-        asked.append(num_micro_batches)
-        return measure._TimedStep(tuple(1.0 + 2 * num_micro_batches for _ in plan.program.ticks), 1e4)
+        found.append(num_micro_batches)
+        seconds = 1.0 + 2 * num_micro_batches + (1e3 if found.count(num_micro_batches) == 3 else 0)
+        return measure._TimedStep(tuple(seconds for _ in range(num_ticks)), num_ticks * seconds + 4.0)
 
     monkeypatch.setattr(measure._StepRunner, "run", run)
-    ticks = measure_ticks(plan, budget_s=0.0)
-    assert max(asked) == ticks.num_micro_batches == 2 and ticks.is_extrapolated
-    assert set(ticks.seconds) == {25.0}
-    assert "2 micro-batches each, extrapolated to all micro-batches" in ticks.note
+    monkeypatch.setattr(measure, "own_bytes", lambda: 0)
+    ticks = measure_ticks(plan, budget_s=0.0, kind_bytes=0)
+    blocks = shared_bytes(plan.program.blocks, 0)
+    workspace = plan.placement.workspace_bytes["ram"]
+    assert found == asked
+    assert ticks == MeasuredTicks((tick_s,) * num_ticks, 4.0, 3, asked[-2], is_extrapolated, blocks + workspace)
+
+
+@pytest.mark.parametrize(("budget_s", "count", "num_steps"), [(3 * 34.9, 6, 7), (3 * 35.0, 7, 7), (1e9, 12, 7)])
+def test_budget_limits_the_number_of_micro_batches(
+    budget_s: float, count: int, num_steps: int, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One micro-batch takes 5 s and each further one takes 5 s, so a third of the budget is enough for ``count``."""
+    plan, found = planned(write(), "gradient_accumulation_steps=12"), list[int]()
+
+    def run(self: Any, num_micro_batches: int) -> Any:
+        found.append(num_micro_batches)
+        return measure._TimedStep((0.0,) * len(plan.program.ticks), 5.0 * num_micro_batches)
+
+    monkeypatch.setattr(measure._StepRunner, "run", run)
+    ticks = measure_ticks(plan, budget_s=budget_s, kind_bytes=0)
+    assert (ticks.num_micro_batches, ticks.num_steps, max(found)) == (count, num_steps, count)
+    assert ticks.between_s == 5.0 * count
+
+
+def test_slabs_of_a_kind_by_hand() -> None:
+    """Within a limit of half of the weights' bytes, each size of weights gets half of its slabs."""
+    sizes = {f"{index}/weight": ("weights", 5000) for index in range(4)}
+    sizes |= {f"{index}/weight": ("weights", 4096) for index in (4, 5)}
+    sizes |= {f"{index}/m": ("optimizer", 4000) for index in range(3)} | {"0/v": ("optimizer", 9000)}
+    blocks = {key: BlockPlan(key, kind, size, torch.int8) for key, (kind, size) in sizes.items()}  # type: ignore[arg-type]
+    weights, state = 4 * 8192 + 2 * 4096, 3 * 4096 + 12_288
+    assert shared_bytes(blocks, weights) == weights + state
+    assert shared_bytes(blocks, weights // 2) == 2 * 8192 + 4096 + state
+    assert shared_bytes(blocks, weights // 2 - 1) == 8192 + 4096 + state  # 1.99 slabs are rounded down
+    assert shared_bytes(blocks, 1) == 8192 + 4096 + 4096 + 12_288
+    assert shared_bytes(blocks, 0) == 8192 + 4096 + 12_288  # one slab for each kind, also of state
+    tier = SharedMemoryTier(blocks, weights // 2)
+    try:
+        assert tier.capacity_bytes == weights + state and tier.memory_bytes == 2 * 8192 + 4096 + state
+        slots = {key: tier.allocate(block.nbytes, name=key, home=True) for key, block in blocks.items()}
+        for key, slot in slots.items():
+            nbytes = blocks[key].nbytes
+            assert slot is not None and (slot.tier, slot.nbytes) == ("ram", nbytes)
+            assert slot.slot_bytes == round_up(nbytes, 4096)
+        used = weights + state
+        assert tier.usage() == TierUsage(used, used, used)
+        first = [tier.tensor(slots[f"{index}/weight"], (5000,), torch.int8).data_ptr() for index in range(4)]  # type: ignore[arg-type]
+        assert first[0] == first[2] != first[1] == first[3]
+        tier.free(slots["0/v"])  # type: ignore[arg-type]
+        assert tier.usage() == TierUsage(used, used - 12_288, used - 12_288)
+        slots.clear()
+    finally:
+        tier.close()
+    assert tier.memory_bytes == 0
+
+
+def test_memory_of_a_kind_is_halved_until_it_fits(write: Write) -> None:
+    """Below 1 MiB, each kind gets one slab."""
+    plan = planned(write())
+    blocks, workspace = plan.program.blocks, 3 * MiB
+
+    def halved(size: int) -> int:
+        budget = replace(plan.budgets_by_tier["ram"], capacity_bytes=workspace + size)
+        return measure._kind_bytes(replace(plan, budgets_by_tier={"ram": budget}), workspace, 8 * MiB)
+
+    sizes = {kind_bytes: shared_bytes(blocks, kind_bytes) for kind_bytes in (8 * MiB, 4 * MiB, 2 * MiB, MiB, 0)}
+    largest = {size: kind_bytes for kind_bytes, size in reversed(sizes.items())}  # equal sizes: the first is chosen
+    for size in sizes.values():
+        assert halved(size) == largest[size]
+    assert halved(sizes[MiB] - 1) == 0
+    with pytest.raises(NotMeasurableError) as refused:
+        halved(sizes[0] - 1)
+    need, room = format_size(workspace + sizes[0]), format_size(workspace + sizes[0] - 1)
+    assert str(refused.value) == f"timing steps takes {need} of RAM, but only {room} are available"
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.plan.estimate import run_length
+from megatrain.plan.estimate import RunLength, run_length
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
@@ -28,16 +29,33 @@ def write(folder: Path, **tables: Any) -> Path:
 
 def test_run_length_counts_steps_tokens_and_written_bytes(tmp_path: Path) -> None:
     path = write(tmp_path, ram="7MiB", placement='optimizer = ["nvme"]', training="max_steps = 450")
-    config = load_config(path, (), ["tiers.nvme.0.max_written=1GB", "tiers.nvme.1.max_written=1GB"]).config
+    config = load_config(path, (), ["tiers.nvme.0.max_written=1GB", "tiers.nvme.1.max_written=2GB"]).config
     plan = plan_run(resolve(config))
-    length = run_length(plan, None, 0.5)
-    assert (length.num_steps, length.num_tokens, length.seconds) == (450, 450 * 6 * 64, 225.0)
-    assert length.written_bytes == plan.placement.run_traffic_bytes(450)["ram->nvme"]
-    assert length.share_of_limit == length.written_bytes / 2e9
-    assert length.num_saves == 3 and length.saved_bytes == 3 * plan.checkpoint.output_dir_bytes
-    plan = plan_run(resolve(load_config(write(tmp_path, ram="7MiB")).config))
-    assert run_length(plan, None, 0.5).num_steps is None
-    assert run_length(plan, 7, None).num_tokens == 7 * 6 * 64
+    steps = plan.placement.run_traffic_bytes(450)
+    assert steps["ram->nvme"] != steps["nvme->ram"]
+    expected = RunLength(
+        num_steps=450,
+        num_tokens=450 * 6 * 64,
+        seconds=225.0,
+        moved_bytes=steps,
+        written_bytes=steps["ram->nvme"],
+        share_of_limit=steps["ram->nvme"] / 3e9,
+        num_saves=3,  # after 200, 400 and 450 steps
+        saved_bytes=3 * plan.checkpoint.output_dir_bytes,
+    )
+    assert run_length(plan, None, 0.5) == expected
+    assert run_length(plan, 400, None).num_saves == 2 and run_length(plan, 401, None).num_saves == 3
+    for strategy, num_saves in (("no", 0), ("epoch", 1)):
+        table = plan.run.checkpoint.table.model_copy(update={"save_strategy": strategy})
+        run = replace(plan.run, checkpoint=replace(plan.run.checkpoint, table=table))
+        saved_bytes = num_saves * plan.checkpoint.output_dir_bytes
+        assert run_length(replace(plan, run=run), None, 0.5) == replace(
+            expected, num_saves=num_saves, saved_bytes=saved_bytes
+        )
+    plan = plan_run(resolve(load_config(write(tmp_path, ram="7MiB"), (), ["tiers.nvme.0.max_written=1GB"]).config))
+    assert run_length(plan, None, 0.5) == RunLength(None)
+    found = run_length(plan, 7, None)
+    assert (found.num_steps, found.num_tokens, found.seconds, found.share_of_limit) == (7, 7 * 6 * 64, None, None)
 
 
 def test_the_command(tmp_path: Path) -> None:
