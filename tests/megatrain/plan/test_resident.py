@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from fakes.rates import make_machine
 from megatrain.config import load_config
 from megatrain.engine.program.step_program import StepProgram
+from megatrain.machine.profiles import MachineProfile
+from megatrain.plan.budgets import with_residents
 from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.residents import Residency, ResidentChooser
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import link_pair
 from megatrain.plan.show import messages
 from megatrain.plan.stays import choose_stays
@@ -138,6 +142,33 @@ def test_update_scratch_in_ram_can_prioritize_groups(tmp_path: Path) -> None:
     kinds = [{program.blocks[key].kind for key in h if h[key] == "gpu"} for h in (by_bytes, by_seconds)]
     assert kinds[0] == {"activations"}
     assert {"weights", "optimizer"} <= kinds[1]
+
+
+def test_rules_for_resident_blocks_follow_from_the_rates(tmp_path: Path) -> None:
+    """A byte crosses the bus in one of two directions. Without rates, blocks are ranked by bytes."""
+    plan = make_plan(tmp_path, training='recompute = "full"')
+    run, program = plan.run, plan.program
+    budgets = {name: replace(each, residency=None, filling_bytes=0) for name, each in plan.budgets_by_tier.items()}
+
+    def rules(profile: MachineProfile | None, program: StepProgram = program, run: RunSpec = run) -> Residency | None:
+        found = with_residents(budgets, run, program, profile)
+        ram = replace(budgets["ram"], filling_bytes=4 * 174_080)  # the weights of a layer
+        assert found == {"gpu": replace(budgets["gpu"], residency=found["gpu"].residency), "ram": ram}
+        return found["gpu"].residency
+
+    gpu = {"name": "some", "memory_bytes": 1 << 30, "h2d_bytes_per_s": 2e9, "d2h_bytes_per_s": 1e9}
+    rates = {"adamw_params_per_s": {"float32": 1e8, "int8": 4e8}}
+    machine = make_machine(tmp_path, gpu=gpu, **rates)
+    assert rules(None) == Residency(ALL_KINDS) == Residency(ALL_KINDS, 1.0, 0.0) == rules(make_machine(tmp_path))
+    assert rules(machine) == Residency(ALL_KINDS, 0.25e-9 + 0.5e-9, 1e-8)
+    unknown = make_machine(tmp_path, gpu=gpu, adamw_params_per_s={"bfloat16": 1e8})
+    assert rules(unknown) == Residency(ALL_KINDS, 0.25e-9 + 0.5e-9, 0.0)
+    lion = replace(run, optimizer=run.optimizer.model_copy(update={"optim": "lion"}))
+    assert rules(machine, run=lion) == Residency(ALL_KINDS, 0.25e-9 + 0.5e-9, 0.0)
+    on_host = replace(program, updates=replace(program.updates, in_compute_tier=False))
+    assert rules(machine, on_host) == Residency(ALL_KINDS - {"optimizer"}, 0.25e-9 + 0.5e-9, 1e-8)
+    in_ram = with_residents(budgets, run, replace(program, compute_tier="ram"), machine)
+    assert in_ram["gpu"] == budgets["gpu"] and in_ram["ram"].residency is None
 
 
 def test_planning_is_deterministic(tmp_path: Path) -> None:

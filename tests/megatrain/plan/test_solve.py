@@ -15,7 +15,7 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.program.block_keys import state_key, weight_key
 from megatrain.engine.program.block_plan import BlockPlan, Kind
 from megatrain.engine.program.step_program import GroupUpdates, StepProgram, Tick
-from megatrain.plan.budgets import filling_bytes, with_workspace
+from megatrain.plan.budgets import filling_bytes, with_folder, with_workspace
 from megatrain.plan.checkpoint_bytes import CheckpointBytes
 from megatrain.plan.placement import HomeAssignment, Placement, PlacementSolver, TierBudget
 from megatrain.plan.residents import Residency
@@ -349,6 +349,22 @@ def test_workspace_is_added_to_ram_and_to_another_compute_tier_in_pages() -> Non
         assert {name: budget.workspace_bytes for name, budget in found.items()} == {
             "gpu": gpu, "ram": 1 + 2 * PAGE_BYTES, "nvme": 2,
         }  # fmt: skip
+
+
+def test_folder_of_the_model_is_a_tier_after_ram() -> None:
+    """It holds exactly the blocks that may stay there. Its readers need buffers in RAM."""
+    blocks = {
+        "frozen": BlockPlan("frozen", "weights", 100, torch.int8, in_folder=True, in_place=True),
+        "other": BlockPlan("other", "weights", 30, torch.float32, in_folder=True, in_place=True),
+        "trained": BlockPlan("trained", "weights", 7, torch.int8),
+    }
+    budgets = {name: TierBudget(name, 10, int, index) for index, name in enumerate(("gpu", "ram", "nvme"))}
+    assert with_folder(budgets, StepProgram({"trained": blocks["trained"]}, (), "ram"), 50) == budgets
+    found = with_folder(budgets, StepProgram(blocks, (), "ram"), 50)
+    assert list(found) == ["gpu", "ram", "folder", "nvme"] and found["folder"].slot_bytes(5001) == 5001
+    folder = TierBudget("folder", 220, int, links=(("folder", "ram"),), is_addressable=False, is_read_only=True)
+    expected = {**budgets, "ram": replace(budgets["ram"], workspace_bytes=51), "folder": folder}
+    assert {**found, "folder": replace(found["folder"], slot_bytes=int)} == expected
 
 
 @settings(max_examples=60)
