@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.packing import BatchShape
-from megatrain.data.preview import RowPreview
+from megatrain.data.preview import DataStats, LengthBin, RowPreview, SourceStats, TextRun, _padded_tokens
 from megatrain.data.row_order import EpochOrder
-from megatrain.data.rows_report import DataError
+from megatrain.data.rows_report import DataError, DataReport, DropCount, SourceCounts
 from megatrain.engine.table import TrainingConfig
 from megatrain.training.resolve import resolve_batch, resolve_data
 from oracles.previews import preview_of, stats_of
@@ -130,3 +132,112 @@ def test_figures_match_the_batches(tmp_path: Path, packing: bool) -> None:
     assert sum(each.num_documents for each in stats.histogram) == len(dataset)
     assert all(each.low <= each.high for each in stats.histogram)
     assert json.loads(json.dumps(stats.to_json()))["num_rows"] == stats.num_rows
+
+
+def tokens_of(*lengths: int) -> list[dict[str, Any]]:
+    return [{"input_ids": list(range(5, 5 + length)), "labels": list(range(5, 5 + length))} for length in lengths]
+
+
+def test_statistics_of_two_sources_with_weights(tmp_path: Path) -> None:
+    """The second source is used twice. Its last row is truncated from 20 to 16 tokens, and a row of it is dropped."""
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    rows = [tokens_of(3, 16, 5, 9), [*tokens_of(7), {"text": 5}, *tokens_of(20)]]
+    for path, source in zip(paths, rows, strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in source))
+    values = {
+        "task": "sft",
+        "output_dir": "out",
+        "model": {"model_name_or_path": str(MODEL)},
+        "training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+        "data": {
+            "train": [{"path": str(paths[0])}, {"path": str(paths[1]), "weight": 2.0}],
+            "max_length": 16,
+            "cache_dir": "none",
+        },
+    }
+    packed = stats_of(RunConfig.model_validate(values))
+    padded = stats_of(RunConfig.model_validate({**values, "data": {**values["data"], "packing": False}}))
+    report = DataReport(
+        num_rows=7,
+        num_documents=6,
+        num_truncated=1,
+        num_too_long=0,
+        num_untrained=0,
+        num_tokens=56,
+        num_trained_tokens=50,
+        dropped=(DropCount("`text` must be text, not a number", 1, f"{paths[1]} line 2"),),
+        sources=(
+            SourceCounts(num_rows=4, num_tokens=33),
+            SourceCounts(num_rows=3, num_truncated=1, num_bad=1, num_rows_lost=2, num_tokens=27, num_tokens_lost=4),
+        ),
+    )
+    expected = DataStats(
+        report=report,
+        sources=(SourceStats(str(paths[0]), 1.0, 4, 33, 29), SourceStats(str(paths[1]), 2.0, 2, 23, 21)),
+        percentiles={0: 3, 50: 7, 90: 16, 99: 16, 100: 16},
+        histogram=(LengthBin(2, 3, 1), LengthBin(4, 7, 2), LengthBin(8, 15, 1), LengthBin(16, 16, 2)),
+        num_documents=8,
+        num_tokens=79,
+        num_trained_tokens=71,
+        num_rows=5,  # 3 rows of 16, then 9 + 7, then 7 + 5 + 3
+        num_steps=3,
+        padding_share=packed.padding_share,
+        padding_share_other=padded.padding_share,
+    )
+    assert packed == expected and packed.padding_share == pytest.approx(1 / 80)
+    assert padded == replace(
+        expected,
+        num_rows=8,
+        num_steps=4,
+        padding_share=padded.padding_share,
+        padding_share_other=packed.padding_share,
+    )
+    assert packed.to_json() == asdict(packed)
+
+
+def test_padding_of_unpacked_rows_is_that_of_the_longest_row_of_each_micro_batch() -> None:
+    lengths = np.array([3, 8, 5, 2, 7, 1, 4], dtype=np.int64)
+    # Rows go to the micro-batches in turn: (3, 5) and (8, 2), then (7, 4) and (1, empty).
+    assert _padded_tokens(lengths, 4, 2) == 2 * (5 + 8 + 7 + 1)
+    assert _padded_tokens(lengths, 4, 4) == 4 * (8 + 7)
+    assert _padded_tokens(lengths, 7, 1) == lengths.sum()
+
+
+def test_preview_states_every_fact_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    turns = [{"role": role, "content": text} for role, text in (("user", "Who?"), ("assistant", " "), ("user", "So?"))]
+    chat = {"messages": [*turns, {"role": "assistant", "content": "A<|endoftext|>b", "note": "x"}]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (chat, {"text": "Call me Ishmael. " * 20})))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}")
+    config = make_config(tmp_path, [], train=[{"path": str(path)}], max_length=64)
+    model = config.model.model_copy(update={"chat_template": str(template)})
+    first, second = preview_of(config.model_copy(update={"model": model}))
+    text = "[user]Who?<|endoftext|>[assistant] <|endoftext|>[user]So?<|endoftext|>[assistant]"
+    assert first == RowPreview(
+        number=1,
+        where=f"{path} line 1",
+        kind="conversation",
+        segments=(TextRun(text, False), TextRun("A<|endoftext|>b<|endoftext|>", True)),
+        num_tokens=first.num_tokens_before,
+        num_trained=4,
+        num_tokens_before=first.num_tokens_before,
+        untrained_turns=("it is empty",),
+        left_out=("note",),
+        special_tokens=("<|endoftext|>",),
+    )
+    whole = "Call me Ishmael. " * 20 + "<|endoftext|>"
+    assert "".join(segment.text for segment in second.segments) == whole
+    num_tokens = second.num_tokens
+    assert second == RowPreview(
+        number=2,
+        where=f"{path} line 2",
+        kind="text",
+        segments=second.segments,
+        num_tokens=num_tokens,
+        num_trained=num_tokens - second.num_pieces,
+        num_tokens_before=num_tokens,
+        num_pieces=-(-num_tokens // 64),
+        is_text=True,
+    )
+    assert second.num_pieces == 3 and [segment.is_trained for segment in second.segments] == [False, True] * 3
