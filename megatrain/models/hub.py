@@ -268,6 +268,10 @@ def _convert_errors(name: str, revision: str | None, *, is_upload: bool = False)
             )
     except errors.HFValidationError as error:
         problem = f"is neither a folder here nor the id of a model: {_first_line(error)}"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
+        problem = _describe_unreachable(error, is_upload=is_upload)
+    except errors.EntryNotFoundError as error:
+        problem = f"lacks a file on the hub: {_first_line(error)}. Use another revision"
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
@@ -277,15 +281,10 @@ def _convert_errors(name: str, revision: str | None, *, is_upload: bool = False)
             problem = f"the hub returned an error: {_first_line(error)}. Try again later; fetched files are kept"
     except errors.LocalTokenNotFoundError:
         problem = "needs a token. Set HF_TOKEN, or log in with `hf auth login`"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
-        problem = _describe_unreachable(error, is_upload=is_upload)
     except OSError as error:
-        if error.errno is None and not isinstance(error, errors.EntryNotFoundError):
-            problem = _describe_unreachable(error, is_upload=is_upload)
-        elif isinstance(error, errors.EntryNotFoundError):
-            problem = f"lacks a file on the hub: {_first_line(error)}. Use another revision"
-        else:
+        if error.errno is not None:
             raise  # the message of a drive error is already clear
+        problem = _describe_unreachable(error, is_upload=is_upload)
     except Exception as error:
         if not type(error).__module__.startswith("httpx"):  # huggingface_hub does not convert transport errors
             raise
