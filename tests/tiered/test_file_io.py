@@ -67,7 +67,7 @@ def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Operations:
 
 def test_manifest_is_flushed_before_it_becomes_current(tmp_path: Path, operations: Operations) -> None:
     write_document(tmp_path, group_document({"page_bytes": 4096}))
-    operations()
+    assert operations() == [("replace", "zarr.tmp", "zarr.json")]
     folder, show = "snap/00000003", [("symlink", "latest.tmp"), ("replace", "latest.tmp", "latest")]
     document = [("fsync", "zarr.tmp"), ("replace", "zarr.tmp", "zarr.json"), ("fsync", ".")]
     top = [("fsync", "MANIFEST.tmp"), ("replace", "MANIFEST.tmp", "MANIFEST.json"), ("fsync", ".")]

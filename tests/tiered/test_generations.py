@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +37,7 @@ from tiered import (
 from tiered.durable import zarr_folder
 from tiered.durable.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
 from tiered.durable.ownership import StoreIdentity
+from tiered.tiers.layout import array_document
 from tiered.tiers.nvme import Verify
 
 KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]
@@ -217,6 +220,31 @@ def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
     assert zarr.open(folder, mode="r")[f"latest/{KEYS[0]}"][7] == 5
     tiered.remove_generation(folder, 1)
     assert not (folder / "latest").is_symlink()
+
+
+def test_documents_of_the_folders_list_all_members(tmp_path: Path) -> None:
+    with filled([ram()], "ram", tmp_path) as store:
+        store.commit().wait(60)
+        store.commit().wait(60)
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    arrays = {key: array_document(key, SHAPE, torch.float32, 122_880) for key in KEYS}
+    members = {"layer.0": group, KEYS[0]: arrays[KEYS[0]], KEYS[1]: arrays[KEYS[1]], "layer.1": group}
+    members[KEYS[2]] = arrays[KEYS[2]]
+
+    def listing(document: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+        return {**document, "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": entries}}
+
+    inner = json.loads((tmp_path / "run/snap/00000002/zarr.json").read_text())
+    assert inner == listing(group, members) and list(inner["consolidated_metadata"]["metadata"]) == list(members)
+    outer = json.loads((tmp_path / "run/zarr.json").read_text())
+    base = {**group, "attributes": {"megatrain": {"format": 1, "page_bytes": 4096}}}
+    assert outer == listing(base, {"latest": group, **{f"latest/{key}": each for key, each in members.items()}})
+    assert json.loads((tmp_path / "run/snap/zarr.json").read_text()) == group
+    assert json.loads((tmp_path / "run/snap/00000002/layer.1/zarr.json").read_text()) == group
+    assert os.readlink(tmp_path / "run/latest") == "snap/00000002"
+    zarr_folder.show_latest(tmp_path / "run", None)
+    assert not (tmp_path / "run/latest").is_symlink()
+    assert json.loads((tmp_path / "run/zarr.json").read_text()) == base
 
 
 def test_commit_works_without_symlinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def test_threads_start_with_the_first_transfers_and_stop_on_close() -> None:
     assert all(num_running.acquire(timeout=60) for _ in range(3)), "three jobs at once"
     assert names() == ["tiered-fast-slow-0", "tiered-fast-slow-1", "tiered-fast-slow-2"]
     assert link.usage().inflight_bytes == 5
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name in names())
     gate.set()
     link.close()
     for transfer in transfers:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiered import CorruptBlockError, GenerationError, KiB, LeaseError, MiB, NvmeTier, RamTier, TieredStore
+from tiered import (
+    CorruptBlockError,
+    GenerationError,
+    GenerationReader,
+    KiB,
+    LeaseError,
+    MiB,
+    NvmeTier,
+    RamTier,
+    TieredStore,
+)
+from tiered.durable import generations
 from tiered.durable.manifest import current_generation, list_generations, newest_first
 
 NUM_BLOCKS, SHAPE = 8, (60, 1000)  # 240 000 bytes each: not a multiple of 4096
@@ -230,3 +243,25 @@ def test_moved_directory_keeps_blocks_on_the_drives(tmp_path: Path) -> None:
         for value in (20, 30):
             commit(store, value)
     assert [folder.name for folder in sorted((tmp_path / "drive/snap").glob("0*"))] == ["00000002", "00000003"]
+
+
+def test_failed_load_waits_for_reads_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read writes into leased memory, so it must not outlive the leases."""
+    with make_store(tmp_path, "ram") as store:
+        commit(store, 10)
+    read, has_failed, leased = GenerationReader.read, threading.Event(), list[int]()
+
+    def read_later(self: GenerationReader, key: str, out: torch.Tensor) -> None:
+        if key == KEYS[0]:
+            has_failed.set()
+            raise CorruptBlockError(key, "1", "2", place="here")
+        assert has_failed.wait(60)
+        time.sleep(0.05)
+        leased.append(len(store._leasing.leases))
+        read(self, key, out)
+
+    monkeypatch.setattr(generations, "_BLOCKS_PER_TASK", 2)
+    monkeypatch.setattr(GenerationReader, "read", read_later)
+    with make_store(tmp_path, "ram") as store, pytest.raises(CorruptBlockError, match="here"):
+        store.load()
+    assert leased == [NUM_BLOCKS] * (NUM_BLOCKS - 2)

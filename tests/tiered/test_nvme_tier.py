@@ -308,6 +308,35 @@ def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
     assert ["dead run left (process 1 on here" in text for text in notices] == [True] * dies
 
 
+def test_only_whole_files_of_the_pool_are_recovered(tmp_path: Path) -> None:
+    NvmeTier([tmp_path], MiB).close()
+    pool = tmp_path / ".pool"
+    (pool / "4096/7").mkdir(parents=True)
+    (pool / "8192").mkdir()
+    contents = {"4096/1": 4096, "4096/12": 4096, "8192/3": 8192, "4096/x": 4096, "8192/4": 4096, "stray": 1, "5": 4096}
+    for name, nbytes in contents.items():
+        (pool / name).write_bytes(b"x" * nbytes)
+    (pool / "link").symlink_to(tmp_path)
+    for _ in range(2):
+        tier = NvmeTier([tmp_path], MiB)
+        assert tier.pool_bytes == 4096 + 4096 + 8192
+        assert {str(path.relative_to(pool)) for path in pool.rglob("*") if path.is_file()} == {
+            "4096/1",
+            "4096/12",
+            "8192/3",
+        }
+        assert (pool / "4096/7").is_dir() and not (pool / "link").is_symlink()
+        for key in ("a", "b"):
+            take(tier, 4096, key)
+        assert tier.pool_bytes == 8192
+        tier.close()
+        (pool / "4096").mkdir(exist_ok=True)
+        for name in ("1", "12"):
+            (pool / "4096" / name).write_bytes(b"x" * 4096)
+        for file in (tmp_path / "live").rglob("c/0"):
+            file.unlink()
+
+
 def test_sparse_file_is_not_kept_for_reuse(tmp_path: Path) -> None:
     """Space for the holes would be allocated only during a later write, when the drive may be full."""
     tier = NvmeTier([tmp_path], MiB)

@@ -156,6 +156,33 @@ def test_first_write_error_ends_the_transfer_after_all_parts(rig: Rig, monkeypat
     assert set(rig.load(home, (250_000,), torch.uint8).tolist()) == {9}
 
 
+def test_failed_writes_notify_once_for_each_kind_of_error(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    monkeypatch.setattr(rig.nvme, "_on_notice", notices.append)
+    homes = [rig.home(5000, f"block.{number}") for number in range(3)]
+    for number in (errno.EIO, errno.EIO, errno.EROFS):
+
+        def refuse(*_: object, number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", refuse)
+            for home in homes[:2]:
+                with pytest.raises(TransferError):
+                    rig.store(torch.ones(5000, dtype=torch.uint8), home)
+    unharmed, path = "committed generations are unaffected", tmp_path / "a/live/block.0/c/0"
+    start = "block 'block.0' could not be written and stays in memory: write failed: "
+    assert notices == [
+        f"{start}Input/output error (EIO). The drive or its connection is failing: read the kernel's log (dmesg) and "
+        f"check the drive; {unharmed} [nvme, {path}, offset 0]",
+        f"{start}Read-only file system (EROFS). The file system became read-only, usually after the drive has failed: "
+        f"read the kernel's log (dmesg), repair the file system and mount it again; {unharmed} "
+        f"[nvme, {path}, offset 0]",
+    ]
+
+
 def test_other_exceptions_reach_the_waiter(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def confused(*arguments: Any) -> int:
         raise RuntimeError("confused")

@@ -118,3 +118,20 @@ def policies_of(slab: HostSlab) -> list[str]:
     """Return the NUMA policy of each mapping that begins in a slab."""
     lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
     return [words[1] for words in lines if slab.address <= int(words[0], 16) < slab.address + slab.nbytes]
+
+
+def test_closed_tier_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "huge_pages_allowed", lambda: True)
+    tier = RamTier(16 * MiB, pin_memory=False)
+    large, small, used = take(tier, 6 * MiB), take(tier, MiB), take(tier, 4 * MiB)
+    assert (tier.huge_page_bytes, tier.made_bytes, tier.num_unpinned_slabs) == (10 * MiB, 11 * MiB, 0)
+    tier.free(large)
+    tier.free(small)
+    assert (tier.huge_page_bytes, tier.num_drops) == (10 * MiB, 0), "kept for reuse"
+    take(tier, 8 * MiB)
+    assert (tier.huge_page_bytes, tier.num_drops, tier.made_bytes) == (12 * MiB, 1, 19 * MiB)
+    tier.close()
+    assert tier._spare_pages.nbytes == 0
+    tier.free(used)
+    assert (tier.huge_page_bytes, tier.num_drops) == (8 * MiB, 3)
+    assert tier._spare_pages.nbytes == 0, "a lease that outlives the store also returns its memory"

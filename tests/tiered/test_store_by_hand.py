@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import LRU, Access, CapacityError, CopyState, Event, Schedule, StoreStats, TieredStore, TransferError
+from tiered import (
+    LRU,
+    Access,
+    CapacityError,
+    CopyState,
+    Event,
+    LeaseError,
+    Schedule,
+    StoreStats,
+    TieredStore,
+    TransferError,
+    UninitializedBlockError,
+)
 from tiered.events import TierStats
 from tiered.ext import EvictionPolicy, LinkUsage
 from tiered.testing.manual import ManualLink, MemoryTier
@@ -740,3 +752,81 @@ def test_capacity_error_names_sizes_and_largest_holders(make: Callable[..., Hand
         7,
     )
     assert error.largest_holders == (("b", 6), ("d", 5), ("base", 3))
+
+
+def test_abandoned_write_at_home_leaves_no_contents(make: Callable[..., Hand]) -> None:
+    store = make(4, 8).store
+    store.register("a", (1,), torch.uint8, home="ram")
+    for _ in range(2):
+        store.acquire("a", "ram", "w", timeout_s=0).abandon()
+        assert store.where("a") == {"ram": CopyState.STALE}
+        with pytest.raises(UninitializedBlockError):
+            store.acquire("a", "ram", timeout_s=0)
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(3)
+    assert store.where("a") == {"ram": CopyState.CLEAN}
+
+
+def test_pin_of_a_home_takes_no_more_space(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b")
+    store.register("home", (1,), torch.uint8, home="ram")
+    store.acquire("home", "ram", "w", timeout_s=0).release()
+    for _ in range(3):
+        store.pin("home", "ram")
+    for _ in range(3):
+        store.unpin("home", "ram")
+    store.pin("a", "ram")
+    with pytest.raises(CapacityError) as caught:
+        store.pin("b", "ram")
+    assert (caught.value.need_bytes, caught.value.free_bytes, caught.value.pinned_bytes) == (1, 1, 0)
+
+
+def test_resumed_access_is_fetched_at_once(make: Callable[..., Hand]) -> None:
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a", "b")
+    store.pass_over([(1, "a"), (2, "b")])
+    store.set_schedule(Schedule([Access(1, "a", "ram"), Access(2, "b", "ram")]))
+    assert len(hand.under_way()) == 2, "a new schedule forgets the skipped accesses"
+    hand.move()
+    for key in "ab":
+        store.evict(key, "ram")
+    store.set_schedule(None)
+    store.set_schedule(Schedule([Access(3, "a", "ram"), Access(4, "b", "ram")]), lookahead_bytes=0)
+    store.pass_over([(3, "a"), (4, "b")])
+    store._movement.prefetcher.lookahead_bytes = None
+    store.advance(2)
+    assert hand.under_way() == []
+    store.pass_over([], but_not=[(4, "b")])
+    assert [copy.nbytes for copy in hand.links["disk", "ram"].pending] == [1]
+    hand.move()
+    assert [key for key in "ab" if "ram" in store.where(key)] == ["b"]
+
+
+def test_released_group_has_no_tensors(make: Callable[..., Hand]) -> None:
+    hand = make(4, 8)
+    hand.add("a", "b", "c")
+    for key in "abc":
+        hand.read(key, "ram")
+    group = hand.store.acquire_many([(key, "ram", "r") for key in "abc"], timeout_s=0)
+    assert [lease.is_released for lease in group] == [False] * 3
+    group.release()
+    assert [lease.is_released for lease in group] == [True] * 3
+    for lease in group:
+        with pytest.raises(LeaseError, match="was released"):
+            lease.tensor  # noqa: B018
+    assert hand.store._leasing.leases == set()
+
+
+def test_close_ends_links_before_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(ManualLink, "close", lambda link: closed.append(f"{link.src}->{link.dst}"))
+    monkeypatch.setattr(MemoryTier, "close", lambda tier: closed.append(tier.name))
+    store = Hand(2, 4, 8).store
+    store.close()
+    links = ["disk->ram", "ram->disk", "ram->gpu", "gpu->ram"]
+    assert closed == [*links, "gpu", "ram", "disk"]
+    store.close()
+    assert len(closed) == 7

@@ -180,12 +180,17 @@ def test_random_tests_of_a_tier_fill_and_empty_it() -> None:
 class Links(LinkSuite):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.tiers: list[Tier] = []
 
     def make_tier(self, capacity_bytes: int) -> Tier:
-        return MemoryTier("slow", capacity_bytes)
+        assert capacity_bytes == 64 * UNIT
+        self.tiers.append(MemoryTier("slow", capacity_bytes))
+        return self.tiers[-1]
 
     def make_neighbour(self, capacity_bytes: int) -> Tier:
-        return MemoryTier("fast", capacity_bytes)
+        assert capacity_bytes == 64 * UNIT
+        self.tiers.append(MemoryTier("fast", capacity_bytes))
+        return self.tiers[-1]
 
     def make_links(self, fast_tier: Tier, slow_tier: Tier) -> list[Link]:
         calls = self.calls
@@ -193,6 +198,7 @@ class Links(LinkSuite):
         class RecordedLink(HostLink):
             def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
                 assert nbytes == src_slot.nbytes == dst_slot.nbytes
+                assert (src_slot.tier, dst_slot.tier) == (self.src, self.dst)
                 calls.append(("write" if self.src == "fast" else "read", nbytes))
                 return super().submit(src_slot, dst_slot, nbytes)
 
@@ -245,6 +251,25 @@ def submitted(test: str) -> list[tuple[Any, ...]]:
 )
 def test_link_test_makes_these_transfers(test: str, calls: list[tuple[Any, ...]]) -> None:
     assert submitted(test) == calls
+
+
+@pytest.mark.parametrize(
+    ("test", "fast_bytes", "slow_bytes"),
+    [
+        ("round_trip_keeps_bytes_of_every_size", 0, 0),
+        ("counters_count_contents", sum(LINK_SIZES), sum(LINK_SIZES)),
+        ("last_write_wins", UNIT + 1, UNIT + 1),
+        ("transfer_leaves_other_slots_unchanged", 6 * UNIT + 9, 6 * UNIT + 9),
+        ("concurrent_transfers_in_both_directions", 2 * sum(PADDED), 2 * sum(PADDED)),
+        ("submit_and_usage_do_not_wait_for_callbacks", sum(PADDED[:6]), sum(PADDED[:6])),
+        ("failures_end_in_the_transfer", 2 * UNIT, 2 * UNIT),
+        ("close_finishes_pending_transfers", sum(PADDED[:8]), sum(PADDED[:8])),
+    ],
+)
+def test_link_test_keeps_only_the_slots_it_uses(test: str, fast_bytes: int, slow_bytes: int) -> None:
+    suite = Links()
+    getattr(suite, f"test_{test}")()
+    assert {tier.name: tier.usage().used_bytes for tier in suite.tiers} == {"fast": fast_bytes, "slow": slow_bytes}
 
 
 def test_concurrent_link_test_moves_all_blocks_both_ways() -> None:
