@@ -239,3 +239,9 @@ def test_probe_process_ends_if_its_parent_dies(tmp_path: Path) -> None:
     code = process.wait()
     watchdog.cancel()
     assert code == -14, "SIGALRM"
+
+
+def test_driver_may_be_opened_only_if_every_path_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for paths, expected in (((tmp_path, tmp_path), True), ((tmp_path, tmp_path / "missing"), False)):
+        monkeypatch.setattr(probe_module, "_DRIVER_PATHS", paths)
+        assert probe_module.may_open_driver() == expected

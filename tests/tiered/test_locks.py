@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import socket
 import subprocess
@@ -207,3 +208,34 @@ def test_locks_are_shared_or_exclusive(tmp_path: Path, monkeypatch: pytest.Monke
     os.close(fds[2])
     exclusive, non_blocking = fcntl.LOCK_EX, fcntl.LOCK_NB
     assert seen == [exclusive | non_blocking, exclusive, fcntl.LOCK_SH | non_blocking, fcntl.LOCK_SH]
+
+
+def test_no_descriptor_of_a_lock_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_open() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, real, deleted = num_open(), fcntl.flock, []
+    lock_directory(tmp_path).release()
+    held = lock_directory(tmp_path)
+    num_held = num_open()
+    with pytest.raises(LockedError):
+        lock_directory(tmp_path)
+    assert holder_text(tmp_path) is not None and num_open() == num_held
+    held.release()
+    assert holder_text(tmp_path) is None and num_open() == before
+
+    def delete_first(fd: int, operation: int) -> None:
+        real(fd, operation)
+        if len(deleted) < 3:
+            deleted.append((tmp_path / LOCK_NAME).unlink(missing_ok=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", delete_first)
+        lock_directory(tmp_path).release()
+    assert len(deleted) == 3 and num_open() == before
+    with monkeypatch.context() as patch:
+        refuse_locks(patch)
+        with pytest.raises(LockingError):
+            lock_directory(tmp_path)
+    assert num_open() == before

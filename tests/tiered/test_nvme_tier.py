@@ -13,8 +13,8 @@ import torch
 import zarr
 
 from oracles.disk import bytes_on_disk
-from tiered import CapacityError, KiB, LockedError, MiB, NvmeTier, TieredError, TransferError
-from tiered.ext import Slot
+from tiered import CapacityError, GpuTier, KiB, LockedError, MiB, NvmeTier, RamTier, TieredError, TransferError
+from tiered.ext import ReadOnlyTier, ReadPart, Slot, SourceTier, UnifiedTier
 from tiered.file_io import sync_paths
 from tiered.tiers.health import WearLimitError
 from tiered.tiers.layout import files_of, own_attributes
@@ -311,7 +311,7 @@ def test_only_a_dead_run_is_reported(dies: bool, tmp_path: Path) -> None:
 def test_only_whole_files_of_the_pool_are_recovered(tmp_path: Path) -> None:
     NvmeTier([tmp_path], MiB).close()
     pool = tmp_path / ".pool"
-    (pool / "4096/7").mkdir(parents=True)
+    (pool / "4096/13").mkdir(parents=True)
     (pool / "8192").mkdir()
     contents = {"4096/1": 4096, "4096/12": 4096, "8192/3": 8192, "4096/x": 4096, "8192/4": 4096, "stray": 1, "5": 4096}
     for name, nbytes in contents.items():
@@ -325,7 +325,7 @@ def test_only_whole_files_of_the_pool_are_recovered(tmp_path: Path) -> None:
             "4096/12",
             "8192/3",
         }
-        assert (pool / "4096/7").is_dir() and not (pool / "link").is_symlink()
+        assert (pool / "4096/13").is_dir() and not (pool / "link").is_symlink()
         for key in ("a", "b"):
             take(tier, 4096, key)
         assert tier.pool_bytes == 8192
@@ -335,6 +335,11 @@ def test_only_whole_files_of_the_pool_are_recovered(tmp_path: Path) -> None:
             (pool / "4096" / name).write_bytes(b"x" * 4096)
         for file in (tmp_path / "live").rglob("c/0"):
             file.unlink()
+    tier = NvmeTier([tmp_path], MiB)
+    tier.free(take(tier, 4096, "a"))
+    (kept,) = {path.name for path in (pool / "4096").iterdir()} - {"13", "14"}
+    assert kept in ("1", "12"), "no file gets a name that is in use"
+    tier.close()
 
 
 def test_sparse_file_is_not_kept_for_reuse(tmp_path: Path) -> None:
@@ -411,3 +416,33 @@ def test_drive_without_o_direct_is_used_buffered(tmp_path: Path, monkeypatch: py
     os.close(tier.open_for_read(file))
     assert tier.io_path == "posix-buffered"
     tier.close()
+
+
+def test_attributes_of_tiers_are_fixed(tmp_path: Path) -> None:
+    class Source:
+        block_bytes = {"a": 300, "b": 21}  # noqa: RUF012
+
+        def parts(self, key: str) -> list[ReadPart]:
+            return []
+
+    nvme = NvmeTier([tmp_path], MiB)
+    tiers = [
+        nvme,
+        RamTier(2 * MiB),
+        GpuTier(3 * MiB, device="cpu"),
+        UnifiedTier(4 * MiB, device="cpu"),
+        SourceTier(Source()),
+    ]
+    host = torch.device("cpu")
+    found = [(t.name, t.capacity_bytes, t.alignment_bytes, t.device, t.durable, t.slot_bytes(5000)) for t in tiers]
+    assert found == [
+        ("nvme", MiB, 4096, None, True, 8192),
+        ("ram", 2 * MiB, 4096, host, False, 8192),
+        ("gpu", 3 * MiB, 512, host, False, 5120),
+        ("ram", 4 * MiB, 4096, host, False, 8192),
+        ("source", 321, 1, None, False, 5000),
+    ]
+    assert [isinstance(tier, ReadOnlyTier) and tier.is_read_only for tier in tiers] == [False] * 4 + [True]
+    assert (nvme.verify, nvme.engine, nvme.past_ram, nvme.io_path) == ("resume", "posix", False, "posix-direct")
+    for tier in tiers:
+        tier.close()

@@ -29,6 +29,7 @@ from tiered import (
 )
 from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import current_generation, list_generations, newest_first, read_manifest, write_manifest
+from tiered.durable.ownership import StoreIdentity
 
 #: key -> (home, contents). The largest blocks have several checksums or several files.
 BLOCKS = {
@@ -245,6 +246,27 @@ def test_problems_name_damaged_documents_and_notes(root: Path) -> None:
         f"'{drive}/layer.0/weight/zarr.json' is damaged: more has a wrong value",
         size,
     ]
+
+
+def test_foreign_folders_and_wrong_lists_of_members_are_problems(root: Path) -> None:
+    generations, drive = root / "generations", root / "a/snap/00000002"
+    for folder in (generations, generations / "snap/00000002"):
+        document = json.loads((folder / "zarr.json").read_text())
+        document["consolidated_metadata"]["metadata"]["more"] = {}
+        (folder / "zarr.json").write_text(json.dumps(document))
+    for path in (drive, root / "b/snap/00000002"):
+        StoreIdentity("f" * 32, root / "other").mark(path)
+    missing = [
+        f"block '{key}' has no array in '{drive}/{key}': '{drive}/{key}/zarr.json' is missing or damaged. Name the "
+        "paths of the run that wrote it, or open another generation"
+        for key in ("layer.0/weight", "bias")
+    ]
+    listing = f"'{generations}/snap/00000002/zarr.json' is damaged: consolidated_metadata has a wrong value"
+    reader, seen = GenerationReader(generations), list[str]()
+    assert list(reader.problems(lambda record: seen.append(record.key))) == [listing, *missing]
+    assert seen == list(BLOCKS)
+    with pytest.raises(GenerationError, match="has no array"):
+        reader.read("bias", torch.empty(7, dtype=torch.bfloat16))
 
 
 def test_reading_damaged_contents_is_refused(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from fakes.record_files import record
 from fakes.recorded_disk import SURVIVALS, cut_power
 from tiered import CorruptBlockError, GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, list_generations, newest_first
+from tiered.durable.ownership import StoreIdentity
 from tiered.durable.whole_copies import WholeCopies
 
 BLOCKS = {
@@ -114,6 +116,22 @@ def test_incomplete_copy_is_not_listed(store: TieredStore, tmp_path: Path) -> No
     copies = WholeCopies(path)
     copies.copy(reader)
     copies.close()
+    check_copy(path)
+
+
+def test_remains_of_copies_are_removed_unless_foreign(store: TieredStore, tmp_path: Path) -> None:
+    reader, path = commit(store, 1), tmp_path / "copies"
+    with contextlib.closing(WholeCopies(path)) as copies:
+        identity = copies._identity
+        for number, owner in ((5, identity), (6, StoreIdentity("f" * 32, tmp_path / "other"))):
+            owner.mark(path / f"snap/{number:08d}")
+        (path / "snap/00000007").mkdir()
+        (path / "snap/00000007/OWNER.json").write_text("cut")
+        (path / "snap/00000008").mkdir()
+        (path / "snap/00000009").mkdir()
+        (path / "snap/00000009/OWNER.tmp").write_text("")
+        assert copies.copy(reader).generation == 7, "one more than the number of the foreign folder"
+        assert sorted(folder.name for folder in path.glob("snap/0*")) == ["00000006", "00000007"]
     check_copy(path)
 
 

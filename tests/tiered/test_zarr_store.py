@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,9 +137,39 @@ def test_crash_during_replacement_leaves_a_complete_value(tmp_path: Path) -> Non
     ) as tiers:
         store = ZarrStore(tiers)
         assert len(list(tiers.blocks())) == 2
+        tiers.put("unrelated", torch.ones(3))
         assert bytes_at(store, "k") == b"third" and store._keys() == ["k"]
         put(store, "k", b"fourth!")
-        assert bytes_at(store, "k") == b"fourth!" and len(list(tiers.blocks())) == 1
+        assert bytes_at(store, "k") == b"fourth!" and len(list(tiers.blocks())) == 2
+
+
+def test_equal_stores_have_the_same_blocks_prefix_and_access(tiered_store: TieredStore, tmp_path: Path) -> None:
+    store = ZarrStore(tiered_store, "p", timeout_s=7)
+    assert store == ZarrStore(tiered_store, "p") and hash(store) == hash(ZarrStore(tiered_store, "p"))
+    with TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path / "other")) as other:
+        for different in (
+            ZarrStore(tiered_store),
+            ZarrStore(tiered_store, "p", read_only=True),
+            ZarrStore(other, "p"),
+            5,
+        ):
+            assert store != different
+    reopened = pickle.loads(pickle.dumps(store.with_read_only(True)))
+    assert reopened == store.with_read_only(True) and reopened.read_only and not store.read_only
+    assert (
+        reopened._arguments()
+        == store._arguments()
+        == {
+            "prefix": "p",
+            "home": "nvme",
+            "tier": "ram",
+            "durable": True,
+            "timeout_s": 7,
+        }
+    )
+    assert store.block_keys("a b/ü") == ("p/a_20b_d/_C3_BC_v", "p/a_20b_d/_C3_BC_w")
+    with pytest.raises(TypeError, match="a value must be a zarr Buffer, not bytes"):
+        store.set_sync("k", b"text")  # type: ignore[arg-type]
 
 
 def test_prefixes_and_other_blocks_are_isolated(tiered_store: TieredStore) -> None:
