@@ -446,3 +446,30 @@ def test_attributes_of_tiers_are_fixed(tmp_path: Path) -> None:
     assert (nvme.verify, nvme.engine, nvme.past_ram, nvme.io_path) == ("resume", "posix", False, "posix-direct")
     for tier in tiers:
         tier.close()
+
+
+def test_kept_files_of_all_paths_are_dropped(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, chunk_bytes=4096)
+    slots = [take(tier, 4096, "one"), take(tier, 3 * 4096, "three")]
+    tier.free(slots[0])
+    assert tier.pool_bytes == 4096, "on one path"
+    assert tier.snapshots.drop_kept_files() and tier.pool_bytes == 0
+    assert not tier.snapshots.drop_kept_files()
+    tier.free(slots[1])
+    assert tier.pool_bytes == 3 * 4096
+    assert tier.snapshots.drop_kept_files() and bytes_on_disk(tmp_path) == 0
+    tier.close()
+
+
+def test_closed_device_tier_drops_its_buffers() -> None:
+    for tier in (GpuTier(MiB, device="cpu"), UnifiedTier(MiB, device="cpu")):
+        slots = [tier.allocate(nbytes, name="block", home=False) for nbytes in (5000, 9000, 7000)]
+        for slot in slots[:2]:
+            assert slot is not None
+            tier.free(slot)
+        assert tier.num_drops == 0
+        tier.close()
+        assert tier.num_drops == 2
+        assert slots[2] is not None
+        tier.free(slots[2])
+        assert tier.num_drops == 3 and tier.usage().used_bytes == 0

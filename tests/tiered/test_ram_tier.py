@@ -135,3 +135,12 @@ def test_closed_tier_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     tier.free(used)
     assert (tier.huge_page_bytes, tier.num_drops) == (8 * MiB, 3)
     assert tier._spare_pages.nbytes == 0, "a lease that outlives the store also returns its memory"
+
+
+def test_refused_huge_pages_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "huge_pages_allowed", lambda: False)
+    tier = RamTier(16 * MiB, pin_memory=False)
+    tier.free(take(tier, 6 * MiB))
+    assert tier.huge_page_bytes == 0
+    tier.close()
+    assert tier.huge_page_bytes == 0

@@ -473,8 +473,16 @@ def test_closed_store_refuses_calls_but_closes_again(tmp_path: Path) -> None:
         store.acquire("a", "ram")
     with pytest.raises(TieredError, match="closed"):
         store.register("b", (1,), torch.float32, home="ram")
-    with pytest.raises(TieredError, match="closed"):
-        store.commit()
+    for call in (
+        store.commit,
+        store.load,
+        store.verify,
+        lambda: store.keep_buffers("ram", {}),
+        lambda: next(store.stream("a", "ram")),
+    ):
+        with pytest.raises(TieredError, match=r"^the store is closed$"):
+            call()
+    assert store.is_closed
     with make_store(tmp_path) as again:
         assert list(again.blocks()) == []
 

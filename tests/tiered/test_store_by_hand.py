@@ -830,3 +830,30 @@ def test_close_ends_links_before_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert closed == [*links, "gpu", "ram", "disk"]
     store.close()
     assert len(closed) == 7
+
+
+def test_prefetch_evicts_no_copy_of_the_same_tick(make: Callable[..., Hand]) -> None:
+    """The policy would evict the least recently used copy, but that copy is needed together with the fetched one."""
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("needed", "fetched", "unused")
+    for key in ("needed", "unused"):
+        hand.read(key, "ram")
+    store.set_schedule(Schedule([Access(1, "needed", "ram"), Access(1, "fetched", "ram")]))
+    store.advance(0)
+    hand.move()
+    assert [key for key in ("needed", "fetched", "unused") if "ram" in store.where(key)] == ["needed", "fetched"]
+
+
+def test_failed_write_back_raises_in_a_caller_that_waits_for_its_space(make: Callable[..., Hand]) -> None:
+    hand = make(1, 8)
+    store = hand.store
+    hand.add("a", "b")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(7)
+    caller = Caller(lambda: store.acquire("b", "ram", "w", timeout_s=TIMEOUT_S))
+    assert caller.is_waiting() and hand.under_way() == [("ram", "disk")]
+    hand.links["ram", "disk"].fail()
+    error = caller.join()
+    assert isinstance(error, TransferError) and str(error) == "injected failure [disk]"
+    assert store.where("a")["ram"] is CopyState.DIRTY and hand.read("a", "ram") == 7

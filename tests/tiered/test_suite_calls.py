@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tiered import LRU, Tier, Transfer
+from tiered import LRU, Tier, TieredStore, Transfer
 from tiered.ext import Candidate, Link, Slot
 from tiered.links.base import HostLink
 from tiered.schedule import NEVER
@@ -342,6 +342,28 @@ def test_random_store_test_works_before_and_after_it_reopens_the_store(monkeypat
     record("check_at_rest", lambda: ("check",))
     Stores().test_random_work_keeps_every_byte()
     assert calls == [("run", 150, True), ("run", 50, False), ("check",), ("run", 50, True), ("check",)] * 2
+
+
+@pytest.mark.parametrize(
+    ("test", "leases", "blocks"),
+    [
+        ("threads_keep_their_bytes", 3 * 50, 3 * 4),
+        ("a_failed_write_back_keeps_the_newest_bytes", 5, 1),
+        ("commit_can_exceed_the_fast_tier", 2 * 15, 2 * 15),
+    ],
+)
+def test_store_test_makes_all_its_leases(test: str, leases: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    for name in ("acquire", "register"):
+        real = getattr(TieredStore, name)
+
+        def counted(*arguments: Any, name: str = name, real: Callable[..., Any] = real, **options: Any) -> Any:
+            counts[name] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(TieredStore, name, counted)
+    getattr(Stores(), f"test_{test}")()
+    assert counts == {"acquire": leases, "register": blocks}
 
 
 def test_random_operations_choose_each_kind_in_proportion(tmp_path: Path) -> None:
