@@ -124,6 +124,25 @@ def test_commit_reports_its_cost(make_tiers: MakeTiers, kind: str, tmp_path: Pat
     assert read_manifest(tmp_path / "run").paths == paths
 
 
+def test_unchanged_files_are_flushed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, flushed = os.fdatasync, list[str]()
+
+    def watched(fd: int) -> None:
+        flushed.append(str(Path(os.readlink(f"/proc/self/fd/{fd}")).parent.parent.relative_to(tmp_path / "run/snap")))
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", watched)
+    with filled([ram(), file_tier(tmp_path / "run")], "nvme", tmp_path) as store:
+        found = []
+        for changed in (None, None, KEYS[1], None):
+            if changed is not None:
+                put(store, changed, 8)
+            store.commit().wait(60)
+            found.append(sorted(flushed))
+            flushed.clear()
+    assert found == [sorted(f"00000001/{key}" for key in KEYS for _ in range(4)), [], [f"00000003/{KEYS[1]}"] * 4, []]
+
+
 def test_commit_and_load_report_their_byte_counts(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         commit = store.commit()

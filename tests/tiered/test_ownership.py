@@ -244,3 +244,18 @@ def test_files_removed_by_another_process_are_not_counted(tmp_path: Path) -> Non
         gone = [path.with_name("99") for path in directory.files_below(drive / "live")]
         with mock.patch.object(directory, "files_below", lambda root: [*gone, *files_below(root)]):
             assert reusable_bytes(drive) == sum(sizes)
+
+
+def test_empty_folders_of_a_crash_are_removed(tmp_path: Path) -> None:
+    with make_store(tmp_path, "one") as store:
+        assert commit(store, 1) == 1
+    for name in ("drive0/snap/00000005", "drive1/snap/00000006", "one/snap/00000007", "drive1/snap/00000008"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "drive1/snap/00000006/OWNER.tmp").write_text("{")
+    (tmp_path / "drive1/snap/00000008/notes").write_text("mine")
+    with make_store(tmp_path, "one") as store:
+        store.load()
+        left = sorted(str(folder.relative_to(tmp_path)) for folder in tmp_path.glob("*/snap/0*"))
+        snapshots = [f"{name}/snap/00000001" for name in ("drive0", "drive1", "one")]
+        assert left == sorted([*snapshots, "drive1/snap/00000008"])
+        assert commit(store, 2) == 9, "no number of an existing folder is used"

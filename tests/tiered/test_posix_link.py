@@ -256,3 +256,28 @@ def test_link_works_after_the_other_direction_is_closed(rig: Rig) -> None:
     rig.read.close()
     rig.store(torch.arange(250, dtype=torch.float32), home)
     assert files_of(home).checksums is not None
+
+
+@pytest.mark.parametrize(("num_paths", "num_threads"), [(1, 8), (2, 8), (3, 12)])
+def test_reads_and_writes_share_threads_that_end_with_both_links(
+    num_paths: int, num_threads: int, tmp_path: Path
+) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("tiered-nvme")]
+
+    assert names() == []
+    nvme, ram = NvmeTier([tmp_path / str(number) for number in range(num_paths)], MiB), RamTier(MiB, pin_memory=False)
+    engine = FileEngine(nvme, PosixMover(nvme))
+    assert (engine._workers._num_threads, engine._workers._max_urgent) == (num_threads, num_threads // 2)
+    links = FileReadLink(nvme, ram, engine), FileWriteLink(ram, nvme, engine)
+    for number, slot in enumerate(ram.allocate(4096, name="x", home=False) for _ in range(2)):
+        home = nvme.allocate(4096, name=f"x.{number}", home=True)
+        assert slot is not None and home is not None
+        links[1].submit(slot, home, 4096).wait(60)
+    assert len(names()) == 2
+    links[0].close()
+    links[0].close()
+    assert len(names()) == 2, "the write link still needs them"
+    links[1].close()
+    assert names() == []
+    nvme.close()

@@ -151,6 +151,7 @@ def test_shortest_route_uses_the_earliest_links() -> None:
     with pytest.raises(ValueError, match=r"^no links lead from tier 'a' to tier 'x'$"):
         routes.between("a", "x")
     assert routes.between("a", "d") == (("a", "b"), ("b", "d")), "from the cache"
+    assert routes == Routes(links) != Routes(links[1:]) and repr(Routes(links[:1])) == "Routes(links=(('a', 'b'),))"
 
 
 def test_block_takes_space_in_every_tier_it_is_used_in() -> None:

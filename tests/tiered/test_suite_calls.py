@@ -161,6 +161,26 @@ def test_tier_test_makes_these_calls(test: str, calls: list[tuple[Any, ...]]) ->
     assert calls_of(test) == calls
 
 
+def test_tier_that_is_not_addressable_is_asked_for_one_tensor() -> None:
+    class Files(Tiers):
+        def make_tier(self, capacity_bytes: int) -> Tier:
+            tier = super().make_tier(capacity_bytes)
+            tier.device = None
+            return tier
+
+    for test, calls in {
+        "tensors_are_views_of_the_slot": [("take", 4), ("tensor", (1,), torch.float32)],
+        "slots_do_not_overlap": [],
+        "tensor_cannot_exceed_the_slot": [],
+    }.items():
+        suite = Files()
+        getattr(suite, f"test_{test}")()
+        assert suite.calls[1:-1] == calls
+    suite = Files()
+    suite.test_concurrent_threads_keep_the_ledger_exact()
+    assert not any(call[0] == "tensor" for call in suite.calls)
+
+
 def test_random_tests_of_a_tier_fill_and_empty_it() -> None:
     calls = calls_of("requests_within_the_free_bytes_are_granted")
     counts = Counter(call[0] for call in calls)
@@ -367,7 +387,7 @@ def test_store_test_makes_all_its_leases(test: str, leases: int, blocks: int, mo
 
 
 def test_random_operations_choose_each_kind_in_proportion(tmp_path: Path) -> None:
-    counts: Counter[str] = Counter()
+    counts, fast_homes = Counter[str](), list[int]()
     names = ("register", "write", "change", "read", "evict", "prefetch", "discard", "unregister", "pin", "commit")
     with Stores()._store(str(tmp_path / "generations")) as store:
         operations = RandomOperations(store, random.Random(5), UNIT)
@@ -377,6 +397,7 @@ def test_random_operations_choose_each_kind_in_proportion(tmp_path: Path) -> Non
             def counted(*arguments: Any, name: str = name, real: Callable[..., None] = real) -> None:
                 counts[name] += 1
                 real(*arguments)
+                fast_homes.append(sum(spec.home == "ram" for spec in store.blocks()))
 
             setattr(operations, name, counted)
         for commits in (True, False):
@@ -389,6 +410,7 @@ def test_random_operations_choose_each_kind_in_proportion(tmp_path: Path) -> Non
         for name, share in shares.items():
             assert 0.4 * share * 20 <= counts[name] - num_forced * (name == "register") <= 1.8 * share * 20, counts
         assert 1 <= counts["commit"] <= 25
+        assert set(fast_homes) == {0, 1}, "at most one home takes space from copies"
 
 
 # -- faults ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,21 @@ import zarr
 
 from fakes.record_files import record
 from fakes.recorded_disk import SURVIVALS, cut_power
-from tiered import CorruptBlockError, GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import (
+    CorruptBlockError,
+    GenerationError,
+    GenerationReader,
+    KiB,
+    LockedError,
+    MiB,
+    NvmeTier,
+    RamTier,
+    TieredStore,
+)
 from tiered.durable.manifest import MANIFEST_NAME, list_generations, newest_first
 from tiered.durable.ownership import StoreIdentity
 from tiered.durable.whole_copies import WholeCopies
+from tiered.locks import lock_directory
 
 BLOCKS = {
     "embedding": ((12_345,), torch.uint8, "nvme"),
@@ -132,6 +143,10 @@ def test_remains_of_copies_are_removed_unless_foreign(store: TieredStore, tmp_pa
         (path / "snap/00000009/OWNER.tmp").write_text("")
         assert copies.copy(reader).generation == 7, "one more than the number of the foreign folder"
         assert sorted(folder.name for folder in path.glob("snap/0*")) == ["00000006", "00000007"]
+        with pytest.raises(LockedError):
+            lock_directory(path)
+    lock_directory(path).release()
+    copies.close()
     check_copy(path)
 
 

@@ -168,6 +168,11 @@ def test_equal_stores_have_the_same_blocks_prefix_and_access(tiered_store: Tiere
         }
     )
     assert store.block_keys("a b/ü") == ("p/a_20b_d/_C3_BC_v", "p/a_20b_d/_C3_BC_w")
+    for use in (lambda s: s.get_sync("k"), lambda s: s.delete_sync("k"), lambda s: put(s, "k", b"1")):
+        fresh = ZarrStore(tiered_store)
+        assert not fresh._is_open
+        use(fresh)
+        assert fresh._is_open, "zarr need not open a store that is in use"
     with pytest.raises(TypeError, match="a value must be a zarr Buffer, not bytes"):
         store.set_sync("k", b"text")  # type: ignore[arg-type]
 
