@@ -839,10 +839,12 @@ def test_prefetch_evicts_no_copy_of_the_same_tick(make: Callable[..., Hand]) -> 
     hand.add("needed", "fetched", "unused")
     for key in ("needed", "unused"):
         hand.read(key, "ram")
+    before = store.stats()
     store.set_schedule(Schedule([Access(1, "needed", "ram"), Access(1, "fetched", "ram")]))
     store.advance(0)
     hand.move()
     assert [key for key in ("needed", "fetched", "unused") if "ram" in store.where(key)] == ["needed", "fetched"]
+    assert hand.num_moved(before) == {"disk->ram": 1}
 
 
 def test_failed_write_back_raises_in_a_caller_that_waits_for_its_space(make: Callable[..., Hand]) -> None:

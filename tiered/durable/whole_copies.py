@@ -29,7 +29,6 @@ from tiered.durable.manifest import (
 from tiered.durable.ownership import (
     StoreIdentity,
     read_owner,
-    remove_if_empty,
     remove_snapshot_folder,
     snapshot_folders,
     used_numbers,
@@ -187,8 +186,6 @@ class WholeCopies:
             owner = read_owner(folder)  # If the power failed before the note was flushed, the note may be damaged.
             if generation not in generations and (owner is None or owner.id in (self._identity.id, "")):
                 self._remove(generation)
-        for _, folder in snapshot_folders([self.path]):
-            remove_if_empty(folder)
 
     def _remove(self, generation: int) -> None:
         # Delete the manifest first, so that after a crash the folder is not a generation.
