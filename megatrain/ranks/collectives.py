@@ -171,8 +171,7 @@ class Collectives:
     def run_on_all(self, action: Callable[[], _Result]) -> _Result:
         """Run an action on all ranks and return this rank's result. If any rank fails, raise an error on all ranks.
 
-        A failed rank raises its own error. All other ranks raise the error of the first failed rank, so that no rank
-        waits for a rank that has ended.
+        All ranks raise the error of the first failed rank, so that no rank waits for a rank that has ended.
 
         Args:
             action: Function to run. It must not call a collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,39 @@ def test_ranks_stop_once_all_know_of_the_request() -> None:
     group.others = [True]
     late, _ = consensus_of(group)
     assert late.agree_to_stop() and late.must_stop
+
+
+def test_figures_of_a_rank_are_recorded_without_its_requests() -> None:
+    record = StepRecord(True, True, True, True, 0.5, {"ram": 3}, {"fetch": 0.25}, {"ram->nvme": 7}, {"/drive": 9}, 11)
+    assert record.figures() == {
+        "is_paused": True,
+        "step_s": 0.5,
+        "tier_used_bytes": {"ram": 3},
+        "stall_s": {"fetch": 0.25},
+        "link_bytes": {"ram->nvme": 7},
+        "written_bytes": {"/drive": 9},
+        "rss_bytes": 11,
+    }
+
+
+@pytest.mark.parametrize("name", ["stop_requested", "save_requested", "is_hung_up"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_request_to_any_rank_concerns_only_itself(name: str, is_own: bool) -> None:
+    group = Group(is_single=False)
+    consensus, signals = consensus_of(group)
+    setattr(signals, name, is_own)
+    group.others = [StepRecord(**{name: not is_own}), StepRecord()]
+    records = consensus.gather_records(FIGURES, is_due=False)
+    assert records == [replace(FIGURES, **{name: is_own}), *group.others]
+    found = {
+        "stop_requested": consensus.must_stop,
+        "save_requested": consensus.is_due(False),
+        "is_hung_up": consensus.is_hung_up,
+    }
+    assert found == {key: key == name for key in found} and not consensus.must_save_now
+    setattr(signals, name, False)
+    group.others = [False, False]
+    assert consensus.agree_to_stop() == (name == "stop_requested")
 
 
 @pytest.mark.parametrize("is_first", [True, False])

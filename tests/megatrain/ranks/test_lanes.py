@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.ranks.lanes import (
+    Lanes,
     Subtree,
+    has_work_for_all,
     lane_micro_batches,
     lane_of,
     max_open_sums,
@@ -75,6 +77,23 @@ def test_open_sums_of_one_rank_are_the_depth_of_the_tree(num_lanes: int, open_su
         if num_ranks <= num_lanes:
             own = rank_lanes(num_ranks - 1, num_ranks, num_lanes)
             assert max_open_sums(num_lanes, own) == max_open_sums(num_lanes // num_ranks)
+
+
+def test_lanes_of_a_rank() -> None:
+    """There are 6 lanes with 13 micro-batches: 2 per lane, and 3 in the last."""
+    all_lanes = Lanes.for_all(6, 13)
+    assert all_lanes == Lanes(6, 13, range(6))
+    assert [all_lanes.lane_of(number) for number in range(13)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5]
+    assert (all_lanes.subtrees, all_lanes.max_open_sums) == ([(0, 6)], 3)
+    assert [all_lanes.num_merges(lane) for lane in range(6)] == [0, 1, 0, 2, 0, 2]
+    second = Lanes.for_rank(1, 2, 6, 13)
+    assert second == Lanes(6, 13, range(3, 6))
+    assert [second.lane_of(number) for number in range(7)] == [3, 3, 4, 4, 5, 5, 5]
+    assert (second.subtrees, second.max_open_sums) == ([(3, 4), (4, 6)], 3)
+    assert [second.num_merges(lane) for lane in range(3, 6)] == [0, 0, 1]
+    single = Lanes.single()
+    assert [single.lane_of(number) for number in (0, 5, 100)] == [0, 0, 0] and single.num_merges(0) == 0
+    assert [has_work_for_all(num_ranks, 4, 3) for num_ranks in (1, 2, 4)] == [True, True, False]
 
 
 def test_numbers_are_the_same_for_every_number_of_ranks() -> None:

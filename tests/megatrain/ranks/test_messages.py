@@ -91,8 +91,25 @@ def test_an_error_of_another_package_keeps_its_name() -> None:
 
 
 def test_unsendable_value_is_named() -> None:
-    with pytest.raises(TypeError, match=r"a value of builtins\.object"):
-        encode([object()])
+    value = object()
+    with pytest.raises(TypeError) as caught:
+        encode([value])
+    assert str(caught.value) == f"ranks cannot send each other a value of builtins.object: {value!r}"
+
+
+def test_a_message_is_json_followed_by_aligned_arrays() -> None:
+    found = encode(
+        [(b"abc", Path("a")), {"k": np.array([1.5, 2.5], np.float32)}, torch.tensor([7, 8], dtype=torch.int16)]
+    )
+    tree = [
+        {"tuple": [{"bytes": 3}, {"path": "a"}]},
+        {"map": [["k", {"array": ["<f4", [2], 8, False]}]]},
+        {"tensor": ["int16", [2], 4]},
+    ]
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text_and_padding = text + bytes(-len(text) % 8)
+    arrays = b"abc" + bytes(5) + struct.pack("<2f", 1.5, 2.5) + struct.pack("<2h", 7, 8) + bytes(4)
+    assert found == struct.pack("<Q", len(text)) + text_and_padding + arrays
 
 
 class Attack:

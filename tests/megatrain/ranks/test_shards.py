@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.ranks.lanes import total
-from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS, RankLanes, RankShards
+from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS, RankLanes, RankShards, Sharding, peer_links
 
 
 @given(blocks=st.integers(0, 300), length=st.integers(1, 30 * SHARD_BLOCK_ELEMENTS), size=st.integers(2, 40))
@@ -28,6 +28,15 @@ def test_every_element_has_one_owner(blocks: int, length: int, size: int) -> Non
     assert all(len(each) <= shard and (each.start - part.start) % SHARD_BLOCK_ELEMENTS == 0 for each in owned if each)
     gathered = shards[0].gathered_range(part)
     assert gathered.start == part.start and len(gathered) == size * shard >= length
+
+
+def test_links_to_other_ranks_have_names() -> None:
+    assert peer_links("gpu", 1, 1) == []
+    assert peer_links("gpu", 3, 1) == ["ranks->gpu", "gpu->ranks"]
+    assert peer_links("ram", 3, 3) == ["hosts->ram", "ram->hosts"]
+    alone = Sharding()
+    assert (alone.shards.is_local, alone.lanes, alone.own_lanes.local_lanes) == (True, RankLanes(1, 1, 1), range(1))
+    assert alone.gathers_ahead == 0
 
 
 def test_shards_fit_parts_and_norms() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from megatrain.ranks import world as world_module
-from megatrain.ranks.world import World, WorldError, rendezvous_address
+from megatrain.ranks.world import World, WorldError, rendezvous_address, store_paths
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -28,13 +29,22 @@ def numbers(world: World) -> tuple[int, ...]:
     return world.rank, world.size, world.local_rank, world.local_size, world.num_hosts, world.host_index
 
 
+def described(ranks: str) -> str:
+    """Return the message for an environment that contradicts itself."""
+    return (
+        f"the environment describes {ranks} on its host. Start the ranks with megatrain-tier run --processes N, "
+        "torchrun or srun, the same number on each host"
+    )
+
+
 def test_ranks_of_torchrun_and_srun() -> None:
     assert numbers(World.from_environment(TORCHRUN)) == (5, 8, 1, 4, 2, 1)
     assert numbers(World.from_environment(SRUN)) == (5, 6, 1, 2, 3, 2)
     assert numbers(World.from_environment({**SRUN, **TORCHRUN})) == (5, 8, 1, 4, 2, 1), "srun torchrun ..."
-    host, port = rendezvous_address(SRUN)
-    assert host == "gpu007"
-    assert rendezvous_address({**SRUN, "SLURM_STEP_ID": "1"}) == (host, port + 1)
+    assert rendezvous_address(SRUN) == ("gpu007", 20_000 + 97 * 4711 % 10_000)
+    assert rendezvous_address({**SRUN, "SLURM_STEP_ID": "3"}) == ("gpu007", 20_000 + (97 * 4711 + 3) % 10_000)
+    assert rendezvous_address({**SRUN, "SLURM_STEP_NODELIST": "cpu1,gpu2"})[0] == "cpu1"
+    assert rendezvous_address({**SRUN, "MASTER_ADDR": "h"}) == ("h", 20_000 + 97 * 4711 % 10_000)
     assert rendezvous_address({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "77"}) == ("h", 77)
 
 
@@ -48,18 +58,42 @@ def test_environment_without_ranks_is_a_single_process() -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "same number on each host"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "same number on each host"),
-        ({**TORCHRUN, "RANK": "five"}, "RANK = 'five'"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "--ntasks-per-node"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "many"),
+        ({**TORCHRUN, "RANK": "8"}, described("rank 8 of 8, number 1 of 4")),
+        ({**TORCHRUN, "RANK": "-1"}, described("rank -1 of 8, number 1 of 4")),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, described("rank 5 of 8, number 4 of 4")),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, described("rank 5 of 8, number -1 of 4")),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, described("rank 5 of 8, number 1 of 3")),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, described("rank 5 of 8, number 1 of 0")),
+        ({**TORCHRUN, "RANK": "five"}, "RANK = 'five' in the environment is not a number"),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"},
+            "srun starts 2, 2, 1 processes on the hosts. Start the same number on each: --ntasks-per-node",
+        ),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"},
+            "SLURM_STEP_TASKS_PER_NODE = 'many' in the environment cannot be read",
+        ),
     ],
 )
 def test_inconsistent_environment_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(WorldError) as raised:
         World.from_environment(environment)
-    assert says in str(raised.value)
+    assert str(raised.value) == says
+
+
+def test_folders_and_names_of_ranks(tmp_path: Path) -> None:
+    assert (store_paths(1), store_paths(3)) == ([""], ["rank00000", "rank00001", "rank00002"])
+    one, other = World.local(4, 6, num_hosts=2), World.local(1, 2)
+    assert numbers(one) == (4, 6, 1, 3, 2, 1) and numbers(other) == (1, 2, 1, 2, 1, 0)
+    assert one.rank_folder(tmp_path) == tmp_path / "rank00004" and World.single().rank_folder(tmp_path) == tmp_path
+    assert [one.name_of(5, "gpu7"), one.name_of(5), other.name_of(0, "gpu7")] == ["rank 5 (gpu7)", "rank 5", "rank 0"]
+    assert [each.is_first for each in (one, World.local(0, 2))] == [False, True]
+
+
+def test_unreadable_node_list_is_an_error() -> None:
+    with pytest.raises(WorldError) as caught:
+        rendezvous_address({"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "[1"})
+    assert str(caught.value) == ("SLURM_STEP_NODELIST = '[1' in the environment cannot be read. Set MASTER_ADDR")
 
 
 def test_missing_master_port_is_an_error() -> None:
@@ -93,11 +127,12 @@ BUSES = {
     "not known": ([""] * 4, ""),
     "the same": (
         ["0000:01:00.0", "0000:02:00.0", "0000:02:00.0", "0000:02:00.0"],
-        "rank 2 and rank 3 would compute on the same GPU of .*, 0000:02:00.0",
+        "rank 2 and rank 3 would compute on the same GPU of .*, 0000:02:00.0. Start one process per GPU, and make all "
+        r"GPUs or only its own GPU visible to each process \(CUDA_VISIBLE_DEVICES\)$",
     ),
     "one has none": (
         ["0000:01:00.0", None, "0000:01:00.0", "0000:02:00.0"],
-        "2 processes on .*, of which 1 found a GPU",
+        '2 processes on .*, of which 1 found a GPU. Start at most one for each GPU, or set device = "cpu"$',
     ),
 }
 
