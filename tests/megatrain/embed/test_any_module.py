@@ -14,10 +14,11 @@ from torch import nn
 
 import megatrain
 from megatrain.embed.offloaded_module import offloaded_module
-from megatrain.embed.partition import partition
+from megatrain.embed.partition import Part, enclosing_parts, partition, parts_of
+from megatrain.embed.room import LocalBlocks
 from oracles.any_modules import CASES, Case
 from oracles.embedded import stored_gradient
-from tiered import KiB
+from tiered import CapacityError, KiB
 
 NUM_STEPS = 3
 RATE = 1e-3
@@ -119,6 +120,102 @@ def test_unet_stages_are_split_with_and_without_attention() -> None:
     names = {unit.name for unit in partition(make("UNet"), "model")}
     assert {"up_blocks.0.resnets.0", "down_blocks.1.resnets.0", "up_blocks.1.resnets.1"} <= names
     assert not {"up_blocks.0", "down_blocks.1", "up_blocks.1"} & names
+
+
+class Stage(nn.Module):
+    """Stage of layers: its list has one item, a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([layer])
+
+
+def test_similar_stages_are_split_if_one_is_recognized() -> None:
+    plain, with_attention = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    for layers, expected in (
+        ((plain, with_attention), ["0.blocks.0", "1.blocks.0"]),
+        ((plain, copy.deepcopy(plain)), ["0", "1"]),
+    ):
+        stages = nn.ModuleList(map(Stage, layers))
+        assert [unit.name for unit in partition(stages, "model")] == expected
+
+
+def make_mixed() -> nn.Module:
+    """Return a module with direct, tied, frozen and bf16 parameters, and an empty list."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.ones(3))
+    model.embed = nn.Embedding(5, 4)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4).bfloat16())
+    layer[0].bias.requires_grad_(False)
+    model.layers = nn.ModuleList([layer, nn.Sequential(nn.Linear(4, 2))])
+    model.nothing = nn.ModuleList([nn.ReLU()])
+    model.head = nn.Linear(4, 5)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def test_units_share_parts_by_dtype_and_training() -> None:
+    model = make_mixed()
+    units = partition(model, "m", leave=["head.b*", "layers.1.0.bias"])
+    first, *_ = parts = parts_of(units)
+    names = {unit.name: [part.layout.name for part in unit.parts] for unit in units}
+    assert names == {
+        "": ["(root)"],
+        "embed": ["embed"],
+        "layers.0": ["layers.0", "layers.0.frozen", "layers.0.bfloat16"],
+        "layers.1": ["layers.1"],
+        "head": ["embed"],
+    }
+    assert [unit.module for unit in units] == [model, model.embed, *model.layers, model.head]
+    found = [
+        (part.layout.name, part.dtype, list(part.parameters), part.weight_bytes, part.gradient_bytes) for part in parts
+    ]
+    assert found == [
+        ("(root)", torch.float32, ["scale"], 4096, 4096),
+        ("embed", torch.float32, ["embed.weight"], 4096, 4096),
+        ("layers.0", torch.float32, ["layers.0.0.weight"], 4096, 4096),
+        ("layers.0.frozen", torch.float32, ["layers.0.0.bias"], 4096, 0),
+        ("layers.0.bfloat16", torch.bfloat16, ["layers.0.1.weight", "layers.0.1.bias"], 4096, 8192),
+        ("layers.1", torch.float32, ["layers.1.0.weight"], 4096, 4096),
+    ]
+    assert (first.root, first.weight_key, first.gradient_key) == (
+        "m/-28-root-29-",
+        "m/-28-root-29-/weight",
+        "m/-28-root-29-/grad.0",
+    )
+    enclosing = {unit.name: [part.layout.name for part in enclosing_parts(unit, units)] for unit in units}
+    assert enclosing == {name: list(dict.fromkeys(["(root)", *own])) for name, own in names.items()}
+    for part in parts:
+        assert all(parameter is dict(model.named_parameters())[name] for name, parameter in part.parameters.items())
+
+
+def test_working_set_of_a_module() -> None:
+    """The largest unit is layers.0. It has 1024 fp32 and 2048 bf16 elements that are trained, and 1024 frozen ones."""
+    units = partition(make_mixed(), "m")
+    parts = parts_of(units)
+
+    def keys_of(part: Part) -> list[str]:
+        return [part.weight_key, part.gradient_key]
+
+    with megatrain.open_store(ram="64KiB") as store:
+        access = LocalBlocks(store)
+        assert access.working_bytes(units) == 24 * (1024 + 2048) + 2 * 4096
+        # Weights of (root) and layers.0, and gradients of layers.0
+        need_bytes = 4 * 4096 + 4096 + 8192
+        on_drive = {key: "nvme" for part in parts for key in keys_of(part)}
+        access.check_working_set(units, on_drive, {"ram": 64 * KiB - need_bytes}.__getitem__)
+        with pytest.raises(CapacityError) as caught:
+            access.check_working_set(units, on_drive, {"ram": 64 * KiB - need_bytes + 1}.__getitem__)
+        assert (caught.value.tier, caught.value.need_bytes, caught.value.free_bytes) == (
+            "ram",
+            need_bytes,
+            need_bytes - 1,
+        )
+        assert str(caught.value).endswith("; to run layers.0 with its parts. Increase the size of ram")
+        in_ram = {**on_drive, **dict.fromkeys(keys_of(parts[2]), "ram")}
+        access.check_working_set(units, in_ram, {"ram": 64 * KiB - need_bytes + 8192}.__getitem__)
+        with pytest.raises(CapacityError, match="to run the module with its parts"):
+            access.check_working_set(units, on_drive, {"ram": 64 * KiB - 100}.__getitem__)
 
 
 def test_experts_of_one_layer_stay_together() -> None:

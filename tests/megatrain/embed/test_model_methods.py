@@ -388,26 +388,65 @@ def test_excluded_parameters_stay_ordinary(store: TieredStore) -> None:
 def test_unsupported_modules_are_refused(store: TieredStore) -> None:
     module = make()
     for spoil, message in (
-        (lambda: megatrain.offload(nn.ReLU(), store), "no parameters"),
-        (lambda: megatrain.offload(make().half(), store), "model.to"),
-        (lambda: megatrain.offload(make().double(), store), "float64"),
-        (lambda: megatrain.offload(make(), store, weights="tape"), "tape"),
-        (lambda: megatrain.offload(shared_memory(), store), "share memory"),
-        (lambda: megatrain.offload(make_integer_module(), store), "leave="),
+        (lambda: megatrain.offload(nn.ReLU(), store), "ReLU has no parameters to offload"),
+        (
+            lambda: megatrain.offload(nn.Linear(2, 2), store, leave=["*"]),
+            "Linear has no parameters to offload besides ['*']",
+        ),
+        (
+            lambda: megatrain.offload(make().half(), store),
+            "0.weight is trained in torch.float16, but master weights exist only for float32 and bfloat16. First "
+            "convert the model: model.to(torch.bfloat16)",
+        ),
+        (
+            lambda: megatrain.offload(make().double(), store),
+            "0.weight is trained in torch.float64, but master weights exist only for float32 and bfloat16. First "
+            "convert the model: model.to(torch.bfloat16)",
+        ),
+        (
+            lambda: megatrain.offload(make(), store, weights="tape"),
+            'this store has no tier "tape", only ram, nvme. Pass "auto" or one of these',
+        ),
+        *(
+            (
+                lambda start=start: megatrain.offload(shared_memory(start), store),
+                "0.weight and 1.0.weight are two parameters that share memory. Tie them by assigning one parameter to "
+                "both modules: module.weight = the other module's parameter",
+            )
+            for start in (0, 63)
+        ),
+        (
+            lambda: megatrain.offload(make_integer_module(), store),
+            'steps has the dtype torch.int64. Leave it out: leave=["steps"]',
+        ),
+        (
+            lambda: megatrain.offload(make(), store, gradient_lanes=2),
+            "gradient_lanes without group: a single process adds gradients in order of arrival",
+        ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError) as caught:
             spoil()
+        assert str(caught.value) == message
+    assert not list(store.blocks())
+    megatrain.offload(shared_memory(64), store, name="neighbours")
     megatrain.offload(module, store)
-    with pytest.raises(OffloadError, match="called before"):
+    with pytest.raises(OffloadError) as refused:
         megatrain.offload(module, store, name="again")
+    assert str(refused.value) == "0.weight is already in a store, because megatrain.offload was called before"
+    with pytest.raises(OffloadError) as refused:
+        megatrain.offload(make(), store)
+    assert str(refused.value) == (
+        'this store already has a module "model". Choose another: megatrain.offload(..., name="...")'
+    )
     frozen = make().half().requires_grad_(False)
     megatrain.offload(frozen, store, name="frozen")
     assert frozen[0](x().half()).dtype == torch.float16
 
 
-def shared_memory() -> nn.Module:
-    module = make()
-    module[1][0].weight.data = module[0].weight.data
+def shared_memory(start: int) -> nn.Module:
+    """Return a module whose second weight begins at this element of the memory of the first, which has 64 elements."""
+    module, memory = make(), torch.randn(128)
+    module[0].weight.data, module[1][0].weight.data = memory[:64].view(8, 8), memory[start : start + 64].view(8, 8)
     return module
 
 

@@ -113,17 +113,31 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
                     r"parameter 0.bias of this group has the shape \(16,\)\. Put it into a",
                 ),
                 (module.parameters(), {}, r"parameter number 1 of this group has the shape \(16,\)"),
-                ([module[0].weight], {"momentum": 1.0}, "momentum=1.0"),
-                ([module[0].weight], {"ns_steps": 100}, "ns_steps=100"),
-                ([module[0].weight], {"ns_coefficients": (1.0, 2.0)}, "pass three numbers"),
-                ([module[0].weight], {"adjust_lr_fn": "other"}, 'adjust_lr_fn="other"'),
-                ([module[0].weight], {"state_dtype": "int8"}, "no state_dtype"),
-                ([module[0].weight], {"lr": -1.0}, "lr=-1.0"),
+                ([module[0].weight], {"momentum": 1.0}, "^momentum=1.0: it must be at least 0 and below 1$"),
+                ([module[0].weight], {"momentum": -0.1}, "^momentum=-0.1: it must be at least 0$"),
+                ([module[0].weight], {"ns_steps": 100}, "^ns_steps=100: it must be from 1 to 99$"),
+                ([module[0].weight], {"ns_steps": 0}, "^ns_steps=0: it must be from 1 to 99$"),
+                (
+                    [module[0].weight],
+                    {"ns_coefficients": (1.0, 2.0)},
+                    r"^ns_coefficients=\(1.0, 2.0\): pass three numbers$",
+                ),
+                (
+                    [module[0].weight],
+                    {"adjust_lr_fn": "other"},
+                    '^adjust_lr_fn="other": pass "original" or "match_rms_adamw"$',
+                ),
+                ([module[0].weight], {"state_dtype": "int8"}, "^TieredMuon has no state_dtype"),
+                ([module[0].weight], {"lr": -1.0}, "^lr=-1.0: it must be at least 0$"),
             ]
         ):
             with pytest.raises(ValueError, match=text):
                 megatrain.TieredMuon(params, store=store, name=str(number), **options)
         assert not list(store.blocks()) and store.stats().tiers["ram"].used_bytes == 0
+        for number, options in enumerate(
+            ({"momentum": 0.0, "ns_steps": 1}, {"ns_steps": 99, "adjust_lr_fn": "original"})
+        ):
+            megatrain.TieredMuon([module[0].weight], store=store, name=f"bound{number}", **options).release()
         # Muon takes workspace for its iteration from the store, and returns it on release.
         optimizer = megatrain.TieredMuon([module[0].weight], store=store)
         taken = store.stats().tiers["ram"].used_bytes

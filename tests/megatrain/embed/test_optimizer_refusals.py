@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,8 +14,11 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.embed.groups import Settings
+from megatrain.embed.step_settings import StepCounter
 from megatrain.embed.weights import WeightInUseError
 from megatrain.optim.clip import NonFiniteGradientError
+from megatrain.optim.elementwise import AdamW
 from oracles.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import CapacityError, TieredError
 
@@ -36,12 +41,6 @@ def test_nonfinite_gradients_leave_weights_unchanged(nonfinite: Any, is_tiered: 
         run_backward(module, batches(1)[0])
         optimizer.step()
         assert float(optimizer.state[next(module.parameters())]["step"]) == 1
-
-
-@pytest.mark.parametrize("name", ["nonfinite", "checkpoint", "state_dtype"])
-def test_misspelled_option_is_refused(name: str, tmp_path: Path) -> None:
-    with small_store(tmp_path) as store, pytest.raises(ValueError, match=f'{name}="absent": pass one of '):
-        megatrain.TieredAdamW(make().parameters(), store=store, **{name: "absent"})
 
 
 def test_measured_norm_is_discarded_when_gradients_change(tmp_path: Path) -> None:
@@ -130,32 +129,72 @@ def test_invalid_optimizer_arguments_are_refused(tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         adamw = megatrain.TieredAdamW
         for options, message in (
-            ({"lr": -1.0}, "lr"),
-            ({"betas": (0.9, 1.0)}, "betas"),
-            ({"eps": float("nan")}, "eps"),
-            ({"max_grad_norm": -1.0}, "max_grad_norm"),
-            ({"ema_decay": 1.0}, "ema_decay"),
-            ({"state": "tape"}, "tape"),
+            ({"lr": -1.0}, "lr=-1.0: it must be at least 0"),
+            ({"weight_decay": -0.1}, "weight_decay=-0.1: it must be at least 0"),
+            ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0): each must be at least 0 and below 1"),
+            ({"betas": (-0.5, 0.9)}, "betas=(-0.5, 0.9): each must be at least 0 and below 1"),
+            ({"eps": float("nan")}, "eps=nan: it must be at least 0"),
+            ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0: pass the maximum norm, or 0 for no clipping"),
+            ({"max_grad_norm": float("nan")}, "max_grad_norm=nan: pass the maximum norm, or 0 for no clipping"),
+            ({"ema_decay": 1.0}, "ema_decay=1.0: it must be at least 0 (no average) and below 1"),
+            ({"ema_decay": -0.5}, "ema_decay=-0.5: it must be at least 0 (no average) and below 1"),
+            ({"state": "tape"}, 'this store has no tier "tape", only ram, nvme. Pass "auto" or one of these'),
+            ({"nonfinite": "absent"}, 'nonfinite="absent": pass one of stop, skip, ignore'),
+            ({"checkpoint": "absent"}, 'checkpoint="absent": pass one of auto, generation, tensors'),
+            ({"state_dtype": "absent"}, 'state_dtype="absent": pass one of float32, bfloat16, int8'),
         ):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError) as caught:
                 adamw(module.parameters(), store=store, **options)
-        with pytest.raises(ValueError, match="amsgrad"):
-            adamw([{"params": module.parameters(), "amsgrad": True}], store=store)
+            assert str(caught.value) == message
+        for name in ("amsgrad", "maximize", "differentiable", "dampening"):
+            with pytest.raises(ValueError, match=f"^{name}=True is not supported by the tiered optimizers$"):
+                adamw([{"params": module.parameters(), name: True}], store=store)
+        with pytest.raises(ValueError) as caught:
+            megatrain.TieredSGD(module.parameters(), momentum=-0.5, store=store)
+        assert str(caught.value) == "momentum=-0.5: it must be at least 0"
+        zeros = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
+        adamw(copy.deepcopy(module).parameters(), store=store, name="zeros", amsgrad=False, **zeros)
+        on_meta = nn.Linear(4, 4, device="meta")
+        with pytest.raises(
+            ValueError, match=r"^a parameter is on the meta device\. Load its weights first, or offload"
+        ):
+            adamw(on_meta.parameters(), store=store)
+        adamw([*on_meta.requires_grad_(False).parameters(), nn.Parameter(torch.ones(2))], store=store, name="meta")
         with pytest.raises(TypeError, match=r"no option 'overlap'.*call megatrain\.offload"):
             adamw(module.parameters(), store=store, overlap=module)
         with pytest.raises(ValueError, match="open_store"):
             adamw(module.parameters())
-        with pytest.raises(ValueError, match="float16"):
+        with pytest.raises(
+            ValueError, match=r"^a parameter is torch\.float16, but master weights exist for float32 and"
+        ):
             adamw(copy.deepcopy(module).half().parameters(), store=store)
         optimizer = adamw(module.parameters(), store=store)
         with pytest.raises(ValueError, match=r"First call megatrain\.offload"):
             megatrain.offload(module, store)
-        with pytest.raises(ValueError, match="name"):
+        with pytest.raises(ValueError) as caught:
             adamw(other.parameters(), store=store)  # the first optimizer already uses these block names
+        assert str(caught.value) == (
+            'this store already has blocks named "optimizer". Pass name="..." to the optimizer'
+        )
         megatrain.offload(other, store)
         adamw(other.parameters())
-        with pytest.raises(ValueError, match="already has an optimizer"):
+        with pytest.raises(ValueError) as caught:
             adamw(other.parameters())
+        assert str(caught.value) == "0 already has an optimizer. To replace it, open a new store"
+        with megatrain.open_store(ram="8MiB") as elsewhere, pytest.raises(ValueError) as caught:
+            adamw(megatrain.offload(make(), store, name="more").parameters(), store=elsewhere)
+        assert str(caught.value) == "0 and the optimizer are in different stores"
+        saved = optimizer.state_dict()
+        for spoiled, message in (
+            ([], "the saved state has groups of [] parameters, but this optimizer has groups of [8]"),
+            (
+                [{**saved["param_groups"][0], "amsgrad": True}],
+                "the saved optimizer used amsgrad, which the tiered optimizers do not support",
+            ),
+        ):
+            with pytest.raises(ValueError) as caught:
+                optimizer.load_state_dict({**saved, "param_groups": spoiled})
+            assert str(caught.value) == message
         with pytest.raises(TypeError, match="state_dict"):
             copy.deepcopy(optimizer)
         with pytest.raises(TypeError, match="in the store"):
@@ -181,8 +220,49 @@ def test_enabling_momentum_after_construction_is_refused(tmp_path: Path) -> None
         without = megatrain.TieredSGD(other.parameters(), store=store)
         without.param_groups[0]["momentum"] = 0.9
         run_backward(other, batches(1)[0])
-        with pytest.raises(ValueError, match="Pass the settings to the constructor"):
+        with pytest.raises(ValueError) as caught:
             without.step()
+        assert str(caught.value) == (
+            "a parameter of this group has no m, because its settings were different when its state was created. Pass "
+            "the settings to the constructor"
+        )
+        assert not without.steps
+
+
+def test_parameters_with_equal_settings_share_an_update_rule() -> None:
+    """Equal numbers of different types are equal settings. The cache is cleared when it has 64 rules."""
+    made: list[Any] = []
+
+    def make_rule(settings: Mapping[str, Any]) -> AdamW:
+        made.append(dict(settings))
+        return AdamW(*settings["betas"])
+
+    one, two, three, unused = (nn.Parameter(torch.zeros(2)) for _ in range(4))
+    counter = StepCounter(("betas", "note"), make_rule)
+    counter.steps[two] = 4
+    kinds = {"weight": None, "m": None, "v": None}
+    group: Any = SimpleNamespace(
+        parameters={"1": one, "2": two, "3": three, "4": unused}, state=SimpleNamespace(kinds=kinds)
+    )
+    param_groups: list[dict[str, Any]] = [
+        {"params": [one, two], "lr": 0.5, "weight_decay": 0.25, "betas": (0.5, 0), "note": None},
+        {"params": [three, unused], "lr": 2, "betas": [0.5, 0.0], "note": None},
+    ]
+    found = counter.count_steps(param_groups, [(group, ["1", "2", "3"])])
+    (rule,) = {id(settings.rule): settings.rule for settings in found.values()}.values()
+    assert found == {
+        id(one): Settings(rule, 1, 0.5, 0.25),
+        id(two): Settings(rule, 5, 0.5, 0.25),
+        id(three): Settings(rule, 1, 2.0, 0.0),
+    }
+    assert counter.steps == {one: 1, two: 5, three: 1} and len(made) == 1
+    for index in range(1, 65):
+        param_groups[1]["betas"] = (0.5, index / 100)
+        counter.count_steps(param_groups, [(group, ["3"])])
+    assert len(made) == 65 and counter.steps == {one: 1, two: 5, three: 65}
+    param_groups[1]["betas"] = (0.5, 0.64)
+    counter.count_steps(param_groups, [])
+    assert len(made) == 66 and made[-1]["betas"] == (0.5, 0), "its rule was dropped with the others"
 
 
 def test_constructor_without_space_raises_and_leaves_no_blocks(tmp_path: Path) -> None:
