@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
 from megatrain import lightning as tier_lightning  # noqa: E402
+from megatrain.embed.integrations.lightning_files import KeptGenerations  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # about few workers, no logger, existing folders
@@ -298,6 +300,31 @@ def test_generations_are_kept_while_files_reference_them(tmp_path: Path) -> None
     assert generations == {1, 3, 4, 5, 6, 7}, "no file names the second any more"
 
 
+def test_record_of_checkpoint_files_survives_a_restart(tmp_path: Path) -> None:
+    """A noted file counts before it is written. Once it has existed, its deletion removes it from the record."""
+    existing, folder = {"b"}, tmp_path / "store"
+    kept = KeptGenerations(str(folder), existing.__contains__)
+    assert kept.numbers() == set()
+    for file, number in (("a", 3), ("b", 4), ("c", 5)):
+        kept.note(file, number)
+    assert kept.numbers() == {3, 4, 5}
+    existing |= {"a"}
+    assert kept.numbers() == {3, 4, 5}
+    existing -= {"a", "b"}
+    assert kept.numbers() == {5}
+    record = folder / "checkpoint_files.json"
+    assert json.loads(record.read_text()) == {"c": 5} and list(folder.iterdir()) == [record]
+    kept.note("b", 6)
+    existing |= {"b"}
+    assert KeptGenerations(str(folder), existing.__contains__).numbers() == {6}  # of an earlier process, "c" is lost
+    record.write_text("[1]")
+    assert KeptGenerations(str(folder), existing.__contains__).numbers() == set()
+
+
+def test_completion_lists_the_public_names() -> None:
+    assert dir(tier_lightning) == ["TierStrategy"]
+
+
 def test_deleting_a_checkpoint_file_releases_its_generation(tmp_path: Path) -> None:
     with small_store(tmp_path, keep_generations=1) as store:
         callback = ModelCheckpoint(tmp_path, monitor=None, every_n_train_steps=1, save_top_k=1)
@@ -364,26 +391,41 @@ def test_registered_strategy_opens_a_store(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, store: TieredStore, message: str, model: Net | None = None, **options: Any) -> None:
-    with pytest.raises(OffloadError, match=message):
+    with pytest.raises(OffloadError) as caught:
         trainer(folder, store, **options).fit(model or net(), data())
+    assert str(caught.value) == message
 
 
 def test_unsupported_settings_are_refused_before_the_first_step(store: TieredStore, tmp_path: Path) -> None:
     model = net()
-    refused(tmp_path, store, '16-true"', model, precision="16-true")
-    refused(tmp_path, store, "only clip by norm", model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    precisions = 'precision="16-true": an offloaded module needs one of 32-true, bf16-true, bf16-mixed'
+    refused(tmp_path, store, precisions, model, precision="16-true")
+    by_value = (
+        'gradient_clip_algorithm="value": the tiered optimizers can only clip by norm. Leave it out, or pass "norm"'
+    )
+    refused(tmp_path, store, by_value, model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
     model.make = adamw
-    refused(tmp_path, store, "configure_optimizers returned AdamW", model)
-    refused(tmp_path, store, "already has a module")
+    foreign = (
+        "configure_optimizers returned AdamW for layers.0.0.weight, whose gradient is in the store. Return "
+        "megatrain.TieredAdamW(self.parameters(), ...)"
+    )
+    refused(tmp_path, store, foreign, model)
+    taken = 'this store already has a module "model". Choose another: megatrain.offload(..., name="...")'
+    refused(tmp_path, store, taken)
     assert model.losses == []
+    without_folder = (
+        "the trainer saves checkpoints, but the store has no folder for state. Use open_store(path=...), "
+        "open_store(nvme=...), or Trainer(enable_checkpointing=False)"
+    )
     with open_store(ram="1MiB") as only_ram:
-        refused(tmp_path, only_ram, "no folder for state", enable_checkpointing=True)
+        refused(tmp_path, only_ram, without_folder, enable_checkpointing=True)
 
 
 def test_two_norms_and_a_cached_optimizer_are_refused(tmp_path: Path) -> None:
     twice = net(lambda parameters: TieredAdamW(parameters, max_grad_norm=1.0))
     with small_store(tmp_path / "one") as store:
-        refused(tmp_path, store, "Set only one of them", twice, gradient_clip_val=0.1)
+        message = "gradient_clip_val=0.1 differs from TieredAdamW(max_grad_norm=1.0). Set only one of them"
+        refused(tmp_path, store, message, twice, gradient_clip_val=0.1)
     kept: list[torch.optim.Optimizer] = []
 
     def cached(parameters: Any) -> torch.optim.Optimizer:
@@ -393,7 +435,8 @@ def test_two_norms_and_a_cached_optimizer_are_refused(tmp_path: Path) -> None:
     model = net(cached)
     with small_store(tmp_path / "two") as store:
         trainer(tmp_path, store).fit(model, data())
-        refused(tmp_path, store, "Create a new one there", model)
+        message = "configure_optimizers returned the optimizer of the last fit. Create a new one there"
+        refused(tmp_path, store, message, model)
 
 
 def test_missing_lightning_error_names_the_extra() -> None:

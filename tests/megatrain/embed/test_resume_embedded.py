@@ -18,7 +18,7 @@ import megatrain
 from megatrain.embed.block_homes import shared_state
 from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
 from processes import warm
-from tiered import GenerationError, TieredStore
+from tiered import GenerationError, TieredStore, read_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -223,16 +223,54 @@ def test_mismatched_state_is_refused_without_loss(tmp_path: Path) -> None:
 
         shared_state(store).note_change()
         steps_after = dict(optimizer.steps)
+        number, folder = good["tiered"]["generation"], Path(str(store.path)).resolve()
+        advice = (
+            "A store keeps only its newest generations, see open_store(keep_generations=...). If its folder was moved, "
+            "open the store at the new path"
+        )
+        with pytest.raises(GenerationError) as unread:
+            read_manifest(folder, 77)
+        absent = f"{folder}: {unread.value}"
         for state, kind, message in (
-            ({**good, "param_groups": []}, ValueError, "groups of"),
-            (without("tiered", blocks="other"), ValueError, "different parameters or a different kind"),
-            (without("tiered", format=99), ValueError, "newer version"),
-            (without("tiered", generation=77), GenerationError, "keep_generations"),
-            (without("tiered", mark="of another run"), GenerationError, "of a different run"),
-            (without("tiered", generation=None), ValueError, "Start again"),
+            ({**good, "param_groups": []}, ValueError, "the saved state has groups of [] parameters, but this"),
+            (
+                without("tiered", blocks="other"),
+                ValueError,
+                f"generation {number} of {store.path} has different parameters or a different kind of optimizer. "
+                "Create the same model, frozen parameters and optimizer as when it was saved",
+            ),
+            (
+                without("tiered", format=2),
+                ValueError,
+                "this state was saved by a newer version (format 2): update megatrain-tier",
+            ),
+            (
+                without("tiered", shards=[2, 5]),
+                ValueError,
+                "this state names a generation of rank 2 of 5, but this is one whole model. Each rank can load only "
+                "its own state, with the same number of ranks. For checkpoints that any number of ranks can load, "
+                'create TieredAdamW with checkpoint="tensors"',
+            ),
+            (
+                without("tiered", generation=77),
+                GenerationError,
+                f"the optimizer's state names generation 77 of {store.path}, which does not exist: {absent}. {advice}",
+            ),
+            (
+                without("tiered", mark="of another run"),
+                GenerationError,
+                f"the optimizer's state names generation {number} of {store.path}, which does not exist: {folder} has "
+                f"a generation {number} of a different run. {advice}",
+            ),
+            (
+                without("tiered", generation=None),
+                ValueError,
+                "this state is from before the first step and contains no values. Start again",
+            ),
         ):
-            with pytest.raises(kind, match=message):
+            with pytest.raises(kind) as caught:
                 optimizer.load_state_dict(state)
+            assert str(caught.value).startswith(message)
         assert optimizer.steps == steps_after
         assert all(torch.equal(numbers, module.state_dict()[name]) for name, numbers in before.items())
     with small_store(tmp_path / "two") as store:
