@@ -180,7 +180,7 @@ def test_heartbeats_of_other_ranks_are_noted() -> None:
     assert watcher._last_beat_s == {2: 5.0} and watcher._finished_ranks == {2}
     store.set("beat/2", "2")
     watcher._check_rank(2)
-    assert watcher._beats == {2: b"2"} and watcher._last_beat_s[2] > 5.0
+    assert watcher._beats == {2: b"2"} and watcher._last_beat_s[2] != 5.0
 
 
 def test_a_beat_is_sent_until_a_failure_is_in_the_store() -> None:
