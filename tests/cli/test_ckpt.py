@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.run.folder import RunFolder
+from oracles.run_state import make_state
 from processes.saved_run import SavedRun, command_group
-from tiered.durable.manifest import list_generations
+from tiered.durable.manifest import Manifest, list_generations, write_manifest
 
 CliModule = Callable[[str], ModuleType]
 SOUND = "".join(f"step {2 * number} (generation {number}): sound\n" for number in (1, 2, 3))
@@ -40,6 +41,46 @@ def test_ls(run: SavedRun) -> None:
     assert [(info["step"], info["generation"], info["is_newest"], info["problem"]) for info in infos] == [
         (2, 1, False, None), (4, 2, False, None), (6, 3, True, None),
     ]  # fmt: skip
+
+
+def test_ls_shows_all_facts(tmp_path: Path) -> None:
+    """The checkpoint of step 4 is damaged. A copy of step 2 exists."""
+    folders = tmp_path / "checkpoints", tmp_path / "copies"
+    states = [
+        make_state(step=2, saved_at="2026-01-02T03:04:05.678+00:00", save_number=1, last_loss=1.25),
+        make_state(step=4, saved_at="2026-01-02T03:05:05.678+00:00", save_number=2, last_loss=0.5),
+        make_state(step=6, saved_at="2026-01-02T03:06:05.678+00:00", save_number=3),
+    ]
+    for folder, numbers in zip(folders, ((1, 2, 3), (1,)), strict=True):
+        folder.mkdir()
+        for number in numbers:
+            write_manifest(folder, Manifest(number, (), states[number - 1].to_meta()))
+    (folders[0] / "snap/00000002/MANIFEST.json").write_text("{")
+    result = CliRunner().invoke(command_group(), ["ckpt", "ls", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    problem = (
+        f"'{folders[0]}/snap/00000002/MANIFEST.json' cannot be read as a manifest: Expecting property name enclosed in "
+        "double quotes: line 1 column 2 (char 1)"
+    )
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+        "step  saved                 size    loss  generation",
+        "   2  2026-01-02T03:04:05Z   0 B  1.2500           1",
+        "   ?                         0 B                   2  unusable",
+        "   6  2026-01-02T03:06:05Z   0 B                   3  newest",
+        "   2  2026-01-02T03:04:05Z   0 B  1.2500           1  copy",
+        f"step ?: {problem}",
+        "a run continues from step 6",
+    ]
+    values = json.loads(CliRunner().invoke(command_group(), ["ckpt", "ls", str(tmp_path), "--json"]).stdout)
+    assert values["notices"] == []
+    figures = {"nbytes": 0, "note": None, "lost": [], "num_ranks": 1, "is_newest": False, "problem": None, "loss": None}
+    figures["is_copy"] = False
+    assert values["checkpoints"] == [
+        {**figures, "step": 2, "generation": 1, "saved_at": states[0].saved_at, "loss": 1.25},
+        {**figures, "step": None, "generation": 2, "saved_at": None, "problem": problem},
+        {**figures, "step": 6, "generation": 3, "saved_at": states[2].saved_at, "is_newest": True},
+        {**figures, "step": 2, "generation": 1, "saved_at": states[0].saved_at, "loss": 1.25, "is_copy": True},
+    ]
 
 
 def test_ls_works_during_a_run(run: SavedRun) -> None:

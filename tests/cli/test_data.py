@@ -6,12 +6,15 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from click.testing import CliRunner, Result
 
+from megatrain.data.preview import DataStats, LengthBin, RowPreview, SourceStats, TextRun
+from megatrain.data.rows_report import DataReport, DropCount
 from processes.saved_run import QUICKSTART, call_in_new_process, command_group
 
 CONFIG = """task = "sft"
@@ -56,6 +59,95 @@ def test_preview_marks_trained_tokens(config: Path) -> None:
     assert "dropped: none of its tokens would be trained" in result.stdout
     one = call("preview", config, "-n", "1").stdout
     assert "row 1" in one and "row 2" not in one
+
+
+@pytest.mark.parametrize(
+    ("preview", "lines"),
+    [
+        (
+            RowPreview(
+                3, "rows.jsonl line 3", "conversation",
+                (TextRun("<user>\n\x1b[1m", False), TextRun("Ahab", True), TextRun("</>\n", True)),
+                1200, 300, 2400, "too\x07 long", ("empty\x07",), 2, False, ("tool_calls", "x"), ("<s>", "\x1b"),
+            ),
+            [
+                "row 3  conversation  1,200 tokens, 300 trained (25.0%), in 2 pieces, cut from 2,400 tokens",
+                "rows.jsonl line 3",
+                "dropped: too\\x07 long",
+                "a turn is not trained: empty\\x07",
+                "the chat template has no place for tool_calls / x: set model.chat_template",
+                "the text of the row contains special tokens: <s> \\x1b",
+                "<user>",
+                "\\x1b[1m[[Ahab]][[</>]]",
+            ],
+        ),
+        (
+            RowPreview(4, "", "text", (TextRun("Call", True),), 0, 0, 1500, is_text=True, left_out=("name",)),
+            [
+                "row 4  text  0 tokens, 0 trained (0.0%), from the start of 1,500 tokens; the run uses all",
+                "the chat template has no place for name",
+                "[[Call]]",
+            ],
+        ),
+        (RowPreview(5, "", "text", (), 7, 7, 7), ["row 5  text  7 tokens, 7 trained (100.0%)"]),
+    ],
+)  # fmt: skip
+def test_preview_lists_all_facts_about_a_row(
+    cli_module: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], preview: RowPreview, lines: list[str]
+) -> None:
+    cli_module("data")._print_row(preview, has_color=False)
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_all_statistics_are_printed(
+    cli_module: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = DataReport(
+        1200, 1190, 30, 4, 3, 90_000, 45_000,
+        (DropCount("no\x07 text", 2, "a line 7"), DropCount("bad", 1, "a line 9")),
+        (DropCount("empty", 5, "a line 8"),), "a line 5", (), DropCount("", 2, "e.jsonl"),
+        (DropCount("name", 1, "a line 2"),), (DropCount("<s>", 3, "a line 4"),),
+    )  # fmt: skip
+    sources = (SourceStats("a", 2.0, 700, 60_000, 15_000), SourceStats("b", 1.0, 490, 30_000, 30_000))
+    histogram = (LengthBin(1, 1, 3), LengthBin(2, 3, 1000), LengthBin(1024, 2047, 500))
+    percentiles = {0: 3, 50: 1024, 100: 2048}
+    stats = DataStats(report, sources, percentiles, histogram, 2490, 150_000, 37_500, 1234, 1300, 0.125, 0.5, "10 rows")
+    cli_module("data")._print_stats(stats, is_packed=True, max_length=2048)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "rows       1,200 read, 10 dropped, 30 truncated to 2,048 tokens",
+        "         2  dropped: no\\x07 text (first: a line 7)",
+        "         1  dropped: bad (first: a line 9)",
+        "         5  turns not trained: empty (first: a line 8)",
+        "         4  dropped: too long",
+        "         3  dropped: without a trained token (first: a line 5)",
+        "note       the chat template leaves out `name` of 1 row (first: a line 2)",
+        "note       the text of 3 rows contains <s>, which the tokenizer reads as a special token, as in transformers "
+        "(first: a line 4)",
+        "  2 empty files skipped (first: e.jsonl)",
+        "held out   10 rows",
+        "epoch      2,490 documents, 150,000 tokens, 37,500 trained (25.0%)",
+        "           1,234 rows in 1,300 steps",
+        "padding    12.5%   (50.0% without packing)",
+        "source     a  700 documents, 60,000 tokens, 25.0% trained, weight 2",
+        "source     b  490 documents, 30,000 tokens, 100.0% trained, weight 1",
+        "lengths    shortest 3   50% <= 1,024   100% <= 2,048",
+        "              1-1          3  #",
+        "              2-3      1,000  ########################################",
+        "      1,024-2,047        500  ####################",
+    ]
+    plain = DataReport(1, 1, 0, 0, 0, 0, 0)
+    stats = replace(stats, report=plain, sources=sources[1:], held_out="", num_tokens=0, num_trained_tokens=0)
+    cli_module("data")._print_stats(stats, is_packed=False, max_length=64)
+    assert capsys.readouterr().out.splitlines() == [
+        "rows       1 read, 0 dropped, 0 truncated to 64 tokens",
+        "epoch      2,490 documents, 0 tokens, 0 trained (0.0%)",
+        "           1,234 rows in 1,300 steps",
+        "padding    12.5%   (50.0% with packing)",
+        *lines[-4:],
+    ]
+    cli_module("data")._print_stats(replace(stats, sources=sources[:1]), is_packed=False, max_length=64)
+    assert lines[13] in capsys.readouterr().out, "a single source with a weight"
 
 
 def test_a_long_text_is_shown_in_part(config: Path) -> None:

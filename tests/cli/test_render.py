@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import json
 import re
 import threading
 import time
@@ -14,7 +16,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megatrain.base.observer import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.base.observer import (
+    CheckpointMetrics,
+    EvaluationMetrics,
+    RunInfo,
+    RunObserver,
+    RunSummary,
+    Sample,
+    StepMetrics,
+    format_step,
+)
 from megatrain.base.progress import Activity, ActivitySnapshot
 from tiered import GiB
 
@@ -72,6 +83,83 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+SAVE = CheckpointMetrics(4, Path("out"), 3 * GiB, 3 * GiB, 0, 1.5, 0.0)
+EVALUATION = EvaluationMetrics(4, 10, "held", 1.25, 1234, 0.5, samples=[Sample("Call me", "Ishmael", "Ahab")])
+
+
+def observe_all(observer: RunObserver) -> None:
+    observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 12_800))
+    for step in (1, 3, 4, 10):
+        observer.on_step(metrics(step))
+    observer.on_evaluation(EVALUATION)
+    observer.on_checkpoint(SAVE)
+    observer.on_message("hello")
+    observer.on_end(SUMMARY)
+
+
+def test_all_events_are_printed_as_lines(cli_module: CliModule) -> None:
+    stream = io.StringIO()
+    observe_all(cli_module("observers").make_observer("plain", logging_steps=4, console=Console(file=stream)))
+    assert stream.getvalue().splitlines() == [
+        "start  first: sft on cpu, 10 steps of 12,800 tokens",
+        *(format_step(metrics(step)) for step in (1, 4, 10)),
+        "eval  held at step 4: loss 1.2500, perplexity 3.49 (1,234 tokens in 0.5 s)",
+        "      ...Call me >> Ishmael (reference: Ahab)",
+        "saved  checkpoint at step 4: 3.00 GiB in 1.5 s",
+        "hello",
+        *cli_module("summary_text").summary_lines(SUMMARY),
+    ]
+
+
+def test_all_events_are_printed_as_json(cli_module: CliModule) -> None:
+    stream = io.StringIO()
+    observe_all(cli_module("observers").make_observer("json", logging_steps=4, console=Console(file=stream)))
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == json.loads(json.dumps([
+        *({"event": "step", **metrics(step).to_json()} for step in (1, 4, 10)),
+        {"event": "evaluation", **EVALUATION.to_json()},
+        {"event": "checkpoint", **SAVE.to_json()},
+        {"event": "message", "text": "hello"},
+        {"event": "end", **SUMMARY.to_json()},
+    ]))  # fmt: skip
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_live_view_prints_all_events_except_steps_above_it(cli_module: CliModule, is_lost: bool) -> None:
+    """If the terminal is gone, steps are printed too, on the redirected standard output."""
+    stream, printed = io.StringIO(), io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200, no_color=True)
+    make_observer = cli_module("observers").make_observer
+    observer = make_observer("auto", logging_steps=4, console=console, is_lost=lambda: is_lost)
+    with contextlib.redirect_stdout(printed):
+        observe_all(observer)
+    steps = [format_step(metrics(step)) for step in (1, 4, 10)]
+    others = [
+        "start  first: sft on cpu, 10 steps of 12,800 tokens",
+        "eval  held at step 4: loss 1.2500, perplexity 3.49 (1,234 tokens in 0.5 s)",
+        "      ...Call me >> Ishmael (reference: Ahab)",
+        "saved  checkpoint at step 4: 3.00 GiB in 1.5 s",
+        "hello",
+        *cli_module("summary_text").summary_lines(SUMMARY),
+    ]
+    text = printed.getvalue() if is_lost else re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    lines = [line.rstrip() for line in text.splitlines()]
+    if is_lost:
+        assert lines == [others[0], *steps, *others[1:]]
+    else:
+        assert printed.getvalue() == "" and [line for line in lines if line in others] == others
+        assert not set(lines) & set(steps)
+
+
+def test_the_plan_of_a_continued_run_is_one_line(cli_module: CliModule) -> None:
+    stream = io.StringIO()
+    console = cli_module("observers").make_observer("plain", console=Console(file=stream))
+    plan = SimpleNamespace(totals={"gpu": 0, "ram": 3 * GiB, "nvme": 5 * GiB}, budgets={"ram": 8 * GiB})
+    for note in ("", "careful"):
+        cli_module("observers").PlanObserver(console, plan, "a.toml", note).on_ready(7)
+    line = "plan   ram 3.0/8.0 GiB nvme 5.00 GiB; `megatrain-tier plan a.toml` shows details"
+    assert stream.getvalue().splitlines() == [line, line, "careful"]
+
+
 @pytest.mark.parametrize("no_color", [True, False])
 def test_live_view_on_a_terminal(cli_module: CliModule, no_color: bool) -> None:
     stream = io.StringIO()
@@ -100,6 +188,54 @@ def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     console = Console(file=stream, width=width, force_terminal=True, color_system="standard")
     console.print(cli_module("live_view").live_view(*arguments, width=width))
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_live_view_shows_all_figures(cli_module: CliModule) -> None:
+    shown = dataclasses.replace(metrics(3), mean_step_s=2.5, rss_bytes=3 * GiB)
+    activity = ActivitySnapshot(
+        "step", "forward", "model.layers.7", 3, 10, 2, 4, 61.0, "stopping", saved_bytes=GiB, checkpoint_bytes=4 * GiB
+    )
+    evaluations = {name: EvaluationMetrics(step, 9, name, 1.5, 1, 0.1) for name, step in (("a", 2), ("b", 3))}
+    lines = drawn(cli_module, 100, shown, activity, evaluations)
+    assert [line.split("\u2501", 1)[0].rstrip() for line in lines] == [
+        "step 3/10  loss 1.2500  gnorm 0.50  lr 1.0e-05  eta 4 s",
+        "run", "now", "save", "gpu", "ram",
+        "200 tok/s (trained 100)  wait io 0.4s  process 3.00 GiB",
+        "eval  a loss 1.5000 at step 2  b loss 1.5000 at step 3",
+        "stopping",
+    ]  # fmt: skip
+    assert [re.split("[\u2501\u2578\u257a]+ +", line)[-1] for line in lines[1:6]] == [
+        "30.0%  2.50 s/step (mean)",
+        "forward layers.7, micro-batch 2/4  1m01s",
+        "checkpoint, 1.00 GiB of 4.00 GiB",
+        "21.0/22.0 GiB",
+        "100.0/110.0 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("activity", "text"),
+    [
+        (ActivitySnapshot("step", seconds=1.25), "next rows  1.2 s"),
+        (
+            ActivitySnapshot("step", "update", "a.b.c", micro_batch=1, num_micro_batches=1, seconds=59.0),
+            "update b.c  59.0 s",
+        ),
+        (ActivitySnapshot("step", "head", "x" * 30, micro_batch=0, num_micro_batches=2), f"head {'x' * 24}  0.0 s"),
+        (ActivitySnapshot("loading", seconds=60.0), "loading  1m00s"),
+        (ActivitySnapshot("evaluation", "forward", "model.norm"), "evaluation  forward norm  0.0 s"),
+        (ActivitySnapshot("loading", "a", done_bytes=GiB, num_bytes=2 * GiB), "loading, 1.00 GiB of 2.00 GiB  0.0 s"),
+    ],
+)
+def test_activity_is_described(cli_module: CliModule, activity: ActivitySnapshot, text: str) -> None:
+    assert cli_module("live_view").describe_activity(activity) == text
+
+
+def test_long_text_is_shortened_before_its_duration(cli_module: CliModule) -> None:
+    shorten = cli_module("live_view")._shorten
+    assert [shorten("a long text  1.5 s", width).plain for width in (18, 17, 9)] == [
+        "a long text  1.5 s", "a long t..  1.5 s", "..  1.5 s",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -196,6 +332,32 @@ def test_summary_shows_mean_losses(cli_module: CliModule) -> None:
     assert "loss   2.1250 -> 1.0625 (means of the first and last 10 steps)" in cli_module("summary_text").summary_lines(
         summary
     )
+
+
+def test_summary_of_a_stopped_run(cli_module: CliModule, tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    summary = RunSummary(
+        1, 2.0, None, 4.0, 12_000, 500, {}, {}, {"nvme->ram": 2 * GiB}, GiB, folder, interrupted=True,
+        evaluations={"held": EVALUATION}, link_paths={"nvme->ram": ""}, mean_losses=(3.0, 2.0), num_averaged=1,
+    )  # fmt: skip
+    summary_lines = cli_module("summary_text").summary_lines
+    expected = [
+        "stopped   1 step in 4.00 s of training   3,000 tok/s   12,000 tokens, 500 trained",
+        "eval   held: loss 1.2500, perplexity 3.49 at step 4",
+        "moved  nvme->ram 2.00 GiB",
+        f"model  {folder}",
+    ]
+    assert list(summary_lines(summary)) == expected
+    for text in ("{torn", "[]", '{"architectures": null}', '{"architectures": ["LlamaForCausalLM"]}'):
+        (folder / "config.json").write_text(text)
+        assert list(summary_lines(summary)) == [
+            *expected, f"next   megatrain-tier generate '{folder}' --interactive"
+        ], text  # fmt: skip
+    assert list(summary_lines(RunSummary(0, None, None, 0.0, 0, 0))) == [
+        "done   0 steps in 0.00 s of training   0 tokens, 0 trained"
+    ]
 
 
 def test_summary_labels_single_rank_figures(cli_module: CliModule) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -243,17 +244,22 @@ def test_status_writer_records_the_states_of_a_run(tmp_path: Path) -> None:
         writer.on_evaluation(EvaluationMetrics(9, 9, "held_out", math.nan, 10, 0.1))
         assert status().evaluations == {"held_out": {"step": 9, "loss": "nan", "perplexity": "nan"}}
         writer.on_end(replace(SUMMARY, interrupted=True, num_steps=8))
-        assert (status().state, status().step) == ("stopped", 8), "the previous step was not due"
+        assert (status().state, status().step, status().exit_code) == ("stopped", 8, 1), "the previous step was not due"
         writer.on_end(replace(SUMMARY, evaluations={"book": EvaluationMetrics(9, 9, "book", 0.0, 10, 0.1)}))
         assert status().state == "done"
         assert status().evaluations["book"] == {"step": 9, "loss": 0.0, "perplexity": 1.0}
         assert list(status().evaluations) == ["held_out", "book"]
+        assert replace(status(), metrics=None, updated_at="", checkpoint_at="") == RunStatus(
+            "done", run_name="r", step=9, max_steps=9, checkpoint_step=9, checkpoint_at="", exit_code=0,
+            evaluations=status().evaluations, message="nearly done",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("error", "state", "message"),
     [
         (RuntimeError("the drive died"), "failed", "the drive died"),
+        (ValueError(), "failed", "ValueError"),
         (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
     ],
 )
@@ -268,7 +274,24 @@ def test_status_records_why_a_run_failed(tmp_path: Path, error: BaseException, s
     with pytest.raises(type(error)):
         run()
     found = read_status(tmp_path)
-    assert found is not None and (found.state, found.message) == (state, message)
+    assert found is not None and found.host == socket.gethostname() and found.updated_at
+    expected = RunStatus(state, run_name="r", max_steps=9, message=message, exit_code=1)  # type: ignore[arg-type]
+    assert found == replace(expected, updated_at=found.updated_at)
+
+
+def test_failure_of_another_thread_is_recorded_once(tmp_path: Path) -> None:
+    """Afterwards, nothing changes the status, because the process is about to end."""
+    (tmp_path / "metrics.jsonl").touch()
+    with RunFolder(tmp_path) as folder, StatusWriter(folder.path) as writer:
+        writer.fail("too early", 3)
+        assert read_status(tmp_path) is None
+        writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
+        writer.fail("it hangs", 4)
+        writer.on_message("late")
+        writer.on_step(replace(METRICS, step=9))
+    found = read_status(tmp_path)
+    expected = RunStatus("failed", run_name="r", max_steps=9, message="it hangs", exit_code=4)
+    assert found is not None and found == replace(expected, updated_at=found.updated_at)
 
 
 def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
@@ -279,7 +302,10 @@ def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
         with RunFolder(tmp_path) as folder:
             StatusWriter(folder.path, run_name="r").set_state("starting")
             found = read_status(tmp_path)
-            before = RunStatus("failed", step=7, max_steps=9, checkpoint_step=5, checkpoint_at="then")
+            evaluations = {name: {"step": step} for name, step in (("a", 4), ("b", 5), ("c", 6))}
+            before = RunStatus(
+                "failed", step=7, max_steps=9, checkpoint_step=5, checkpoint_at="then", evaluations=evaluations
+            )
             write_status(tmp_path, before)
         assert found is not None
         return found
@@ -287,6 +313,7 @@ def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
     assert (starting(None).step, starting(None).checkpoint_step) == (0, None), "it starts at the beginning"
     assert (starting(5).step, starting(5).max_steps, starting(5).checkpoint_at) == (7, 9, "then")
     assert (starting(4).step, starting(4).checkpoint_step, starting(4).checkpoint_at) == (7, 4, None)
+    assert [list(starting(step).evaluations) for step in (4, 5)] == [["a"], ["a", "b"]], "up to the checkpoint"
 
 
 def test_message_from_a_signal_handler_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
