@@ -59,7 +59,7 @@ class LiveView:
         self._messages.append(text)
         self._wake_event.set()
 
-    def close(self, *, keep_picture: bool = True) -> None:
+    def close(self, *, keep_picture: bool) -> None:
         """Draw one last time and restore the terminal. Idempotent. Wait only a few seconds for a stopped terminal.
 
         Args:
