@@ -205,7 +205,7 @@ def _advice(spec: CheckpointSpec) -> str:
     rule = spec.table.save_copy
     if rule is False:
         return "checkpoint.save_copy = true keeps whole copies in output_dir"
-    subject = {True: "every checkpoint", "last": "the last checkpoint"}.get(rule, f"every {rule}th checkpoint")
+    subject = {True: "every checkpoint", "last": "the last checkpoint"}.get(rule, f"one checkpoint in {rule}")
     return f"A whole copy of {subject} goes to '{spec.output_dir / COPIES_NAME}'"
 
 
