@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,9 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
-from processes.saved_run import ROOT, SavedRun
-from tiered import MiB
+from megatrain.machine import file_systems
+from processes.saved_run import NVME, ON_NVME, ROOT, SavedRun
+from tiered import MiB, format_size
 
 
 @pytest.fixture
@@ -56,6 +58,56 @@ def test_check_of_a_valid_run_finds_no_problems(run: SavedRun) -> None:
     assert {line.split()[0] for line in lines[:-1]} == {"ok"}
     assert "all 20 tensors exist" in lines[1]
     assert lines[-1] == "no problems found"
+
+
+def test_all_findings_about_a_run_with_a_drive(run: SavedRun) -> None:
+    (run.folder / "held.txt").write_text((run.folder / "data.txt").read_text()[:1000])
+    path, drive = run.folder / "run.toml", run.folder / "drive"
+    tables = {"placement": ON_NVME, "more": f'{NVME}[[data.eval]]\npath = "held.txt"\n'}
+    found = json.loads(check(run, "--json", "--set", "learning_rate=0.5", **tables).stdout)
+    place, usage = file_systems.file_system_of(run.folder), re.compile(r", [^,]+, [^,]+ of it free$")
+    lines = [
+        (each["subject"], each["severity"], usage.sub("", each["text"]), each["kind"]) for each in found["findings"]
+    ]
+    plan = json.loads(run.call("plan", path, "--json").stdout)
+    sizes = [
+        f"{tier} {format_size(plan['totals'][tier])} of {format_size(plan['budgets'][tier])}" for tier in plan["totals"]
+    ]
+    stay = next(text for subject, _, text, _ in lines if subject == "checkpoints").partition(" of each checkpoint")[0]
+    assert found["exit_code"] == 0 and lines == [
+        ("config", "ok", f"{path}: no mistakes", None),
+        ("model", "ok", "LlamaForCausalLM, 0.1 M parameters: all 20 tensors exist, 497.25 KiB in 1 file", None),
+        (
+            "model", "warning",
+            'optimizer.learning_rate = 0.5 is implausible for optim = "adamw": training usually diverges above 0.01. '
+            "Use a smaller value",
+            None,
+        ),
+        ("tokenizer", "ok", "1,024 tokens, without a chat template", None),
+        (
+            "data", "ok",
+            "1 row (a text file is one row), 31 documents (pieces of texts, or answers), 974 tokens (96.8% trained)",
+            None,
+        ),
+        ("plan", "ok", f"fits: {', '.join(sizes)}", None),
+        (
+            "eval data", "ok",
+            "held: 1 row (a text file is one row), 13 documents (pieces of texts, or answers), 395 tokens (96.7% "
+            "trained)",
+            None,
+        ),
+        ("drive", "ok", f"tiers.nvme.0: {drive}: {place}", None),
+        ("disk", "ok", "enough free for the run and 3 checkpoints", None),
+        ("steps", "ok", "6 steps, 0.375 epochs of 16 steps each", None),
+        (
+            "checkpoints", "note",
+            f"{stay} of each checkpoint stay in '{drive}' (now 0 B): deleting that folder destroys them. "
+            "checkpoint.save_copy = true keeps whole copies in output_dir",
+            None,
+        ),
+        ("checkpoints", "ok", "no checkpoint: the run starts from the model", None),
+        ("weights", "ok", "all are finite numbers", None),
+    ]  # fmt: skip
 
 
 def test_notes_about_evaluation_rows(run: SavedRun) -> None:
