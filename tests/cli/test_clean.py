@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from processes import warm
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore, format_size
 from tiered.durable.manifest import forget_generation
 
 CliModule = Callable[[str], ModuleType]
@@ -66,14 +66,18 @@ def test_clean_frees_the_scratch_space_of_a_dead_run(tmp_path: Path, run: Run) -
     before = allocated(tmp_path)
     listed = run(tmp_path)
     assert listed.exit_code == 2 and "Add --yes" in listed.stderr, listed.output
-    assert listed.stdout.count(" files\n") == 2 and allocated(tmp_path) == before
+    runs = tmp_path.resolve() / "runs"
+    sizes = {runs / name: format_size(allocated(runs / name)) for name in ("a", "b")}
+    assert listed.stdout == "".join(f"{path}  {size} in 4 files\n" for path, size in sizes.items())
+    assert allocated(tmp_path) == before
     result = run(tmp_path, "--yes")
     assert result.exit_code == 0, result.output
     assert "freed 2" in result.stdout and allocated(tmp_path) == 0
     for path in ("a", "b"):
         assert sorted(os.listdir(tmp_path / "runs" / path)) == ["LOCK", "WEAR.json", "zarr.json"]
     again = run(tmp_path, "--yes")
-    assert again.exit_code == 0 and again.stdout.count("nothing to remove") == 2
+    assert again.exit_code == 0
+    assert again.stdout == f"{runs / 'a'}  nothing to remove\n{runs / 'b'}  nothing to remove\n"
     make_store(tmp_path / "runs/a", tmp_path / "runs/b").close()
 
 

@@ -100,6 +100,86 @@ def test_explain(config: Path) -> None:
     assert unknown.exit_code == 2 and "Did you mean optimizer.learning_rate?" in unknown.stderr
 
 
+def test_explain_prints_all_facts_about_a_key() -> None:
+    assert (
+        call("explain", "cutoff_len").stdout
+        == """\
+That is LLaMA-Factory's name; here: data.max_length
+
+data.max_length
+  Maximum tokens in a row of a micro-batch.
+  values   whole number at least 2
+  default  1024
+  alters   results: continuing a checkpoint with another value requires --allow-config-change
+  called   max_length in TRL (the same name)
+           cutoff_len in LLaMA-Factory
+           max_seq_len in MegaTrain
+           sequence_len in Axolotl
+           max_seq_length in TRL
+           block_size in transformers
+           seq_len in torchtitan
+  write    [data]
+           max_length = 1024
+"""
+    )
+    assert (
+        call("explain", "tiers.ram").stdout
+        == """\
+tiers.ram.size
+  RAM for blocks: "110GiB", "90%" or "auto" (measured, cgroup-aware).
+  values   "auto", a share such as "90%" or text such as "110GiB"
+  default  "auto"
+  alters   no results: the value can change between starts of a run
+  write    [tiers.ram]
+           size = "110GiB"
+
+tiers.ram.pinned
+  Pinned part of the tier; auto: all of it if CUDA exists.
+  values   "auto", a share such as "90%" or text such as "110GiB"
+  default  "auto"
+  alters   no results: the value can change between starts of a run
+  write    [tiers.ram]
+           pinned = "110GiB"
+"""
+    )
+
+
+def test_explain_prints_a_table_of_more_than_four_keys() -> None:
+    assert len(call("explain", "optimizer.groups").stdout.split("\n\n")) == 4
+    assert (
+        call("explain", "tiers.nvme").stdout
+        == """\
+tiers.nvme.path  a path; default required
+  Folder for training state on this drive; it is created. It also contains parts of checkpoints:
+  deleting it destroys them.
+tiers.nvme.size  "auto", a share such as "90%" or text such as "110GiB"; default "auto"
+  Space of the tier: "300GiB", "50%" or "auto" (of the free space).
+tiers.nvme.mount_point  a path; default see above
+  Mount point of the drive, e.g. "/mnt/nvme0". Runs are refused while nothing is mounted there, so
+  that blocks never fill another drive. Default: not checked.
+tiers.nvme.rate  text such as "2.0GB/s"; default see above
+  Rate that weights the drive in stripes, e.g. "2.0GB/s". Default: the rate from doctor, or equal
+  weights.
+tiers.nvme.max_written  text such as "110GiB"; default see above
+  Stop before all runs together have written more than this to the folder, e.g. "200TB". Default: no
+  limit.
+Details of one key: megatrain-tier config explain KEY
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "subject"),
+    [("training", "All keys except recompute alter"), ("preference", "All keys alter")],
+)
+def test_explained_table_ends_with_the_effect_on_results(table: str, subject: str) -> None:
+    end = call("explain", table).stdout.split("\n\n")[-1]
+    assert " ".join(end.split()) == (
+        f"{subject} results: continuing a checkpoint with another value requires --allow-config-change. Details of one "
+        "key: megatrain-tier config explain KEY"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

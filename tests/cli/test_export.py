@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import warm
-from processes.saved_run import ROOT, SavedRun, command_words, make_run
+from processes.saved_run import ROOT, SavedRun, cli_module, command_words, make_run
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,30 @@ def test_export_writes_the_newest_checkpoint_by_default(run: SavedRun, tmp_path:
         assert f"{tool}" in said
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (run.out / "final" / name).read_bytes(), name
+
+
+def test_next_commands_name_the_folder_and_the_base_of_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    next_lines = cli_module("export").next_lines
+    assert next_lines(folder) == [
+        "next   megatrain-tier generate 'a b' --interactive",
+        "   or  vllm serve 'a b'",
+        "   or  lm_eval --model hf --model_args pretrained='a b' --tasks hellaswag",
+        "   or  python llama.cpp/convert_hf_to_gguf.py 'a b'",
+    ]
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base model"}')
+    assert next_lines(folder) == [
+        "next   megatrain-tier generate 'a b' --interactive",
+        "   or  vllm serve 'org/base model' --enable-lora --lora-modules tuned='a b'",
+        "   or  lm_eval --model hf --model_args pretrained='org/base model',peft='a b' --tasks hellaswag",
+        "   or  python llama.cpp/convert_lora_to_gguf.py --base 'org/base model' 'a b'",
+    ]
+    monkeypatch.chdir("/usr/lib")
+    assert next_lines(Path("/x"))[0] == "next   megatrain-tier generate /x --interactive", "shorter than ../../x"
 
 
 def test_export_options_select_dtype_shard_size_and_step(run: SavedRun, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from megatrain.base.observer import RunInfo, RunSummary, StepMetrics
+from megatrain.base.observer import RunInfo, RunSummary, StepMetrics, format_step
 from megatrain.run.folder import RunFolder
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
 from tiered import NvmeTier
@@ -215,9 +215,58 @@ def test_follow_of_an_ended_run_shows_its_end_and_exit_code(
     assert result.exit_code == code and json.loads(result.stdout)["state"] == status.state
 
 
+def test_followed_run_prints_each_step_and_message_once(
+    cli_module: CliModule, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert STATUS.metrics is not None
+    later = replace(STATUS.metrics, step=413)
+    view = cli_module("follow")._Lines()
+    for status in (
+        replace(STATUS, metrics=None), STATUS, replace(STATUS, message="careful"), replace(STATUS, message="careful"),
+        replace(STATUS, metrics=later, message="full"), replace(STATUS, metrics=later), replace(STATUS, metrics=later),
+    ):  # fmt: skip
+        view.show(status)
+    view.close()
+    assert capsys.readouterr().out.splitlines() == [
+        format_step(STATUS.metrics), "careful", format_step(later), "full"
+    ]  # fmt: skip
+    view = cli_module("follow")._JsonLines()
+    shown = [
+        replace(STATUS, updated_at="1", step=1), replace(STATUS, updated_at="1", step=2),
+        replace(STATUS, updated_at="2", step=2),
+    ]  # fmt: skip
+    for status in (shown[0], *shown, shown[2]):
+        view.show(status)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == [json.loads(json.dumps(status.to_json())) for status in shown]
+
+
 def test_follow_rejects_a_folder_without_a_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     result = call(tmp_path, "--follow")
     assert result.exit_code == 2 and "is not the folder of a run" in result.stderr
+
+
+def test_active_run_shows_all_facts(tmp_path: Path, call: Callable[..., Result]) -> None:
+    assert STATUS.metrics is not None
+    metrics = replace(
+        STATUS.metrics, tier_used_bytes={"gpu": 0, "ram": 3 * GIB, "nvme": 5 * GIB}, mean_step_s=7.5, step_s=2.0
+    )
+    evaluations = {"a": {"step": 3, "loss": 2.0, "perplexity": 7.5, "preferences": {"rewards/margins": "0.5"}}}
+    with RunFolder(tmp_path / "out") as folder:
+        write_status(folder.path, replace(STATUS, metrics=metrics, evaluations=evaluations))
+        values = json.loads((folder.path / "status.json").read_text())
+        values["updated_at"] = (datetime.now(UTC) - timedelta(seconds=15, milliseconds=200)).isoformat()
+        (folder.path / "status.json").write_text(json.dumps(values))
+        text = call(tmp_path / "out").stdout
+    assert re.sub(r"1[5-9] s", "N s", text).splitlines() == [
+        str(tmp_path / "out"),
+        "  training step 412/1000 41.2% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 1,234 tok/s | eta 2 h 5 min",
+        "  silent   no status for N s, although the run writes one every second; a step usually takes 7.5 s. A drive "
+        "may be full, or the process suspended: see the output of the run",
+        "  eval     a: loss 2.0000, margin 0.500 at step 3",
+        "  memory   ram 3.0/64.0 GiB  nvme 5.00 GiB  process 66.00 GiB",
+        f"  process  {os.getpid()} on {STATUS.host}, last wrote N s ago",
+    ]
 
 
 def test_starting_run_does_not_show_the_previous_status(tmp_path: Path, call: Callable[..., Result]) -> None:

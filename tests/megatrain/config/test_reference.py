@@ -76,6 +76,34 @@ def test_find_keys_accepts_names_paths_and_tables(name: str, keys: list[str]) ->
     assert find_keys(name)[0] == keys
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "note"),
+    [
+        ("wandb", ["logging.report_to"], '`wandb` is a value: write report_to = ["jsonl", "wandb"] in [logging]'),
+        (
+            "use_wandb",
+            ["logging.report_to"],
+            'That is Axolotl\'s name; here: logging.report_to (write report_to = ["jsonl", "wandb"])',
+        ),
+        (
+            "warmup_ratio",
+            ["optimizer.warmup_steps"],
+            "`warmup_ratio` is the name in transformers 4; here: optimizer.warmup_steps",
+        ),
+        ("size", ["tiers.gpu.size", "tiers.nvme.size", "tiers.ram.size"], ""),
+        ("max_samples", ["data.train.max_samples"], ""),
+        (
+            "bnb_4bit_quant_type",
+            ["model.model_name_or_path", "lora.r"],
+            "`bnb_4bit_quant_type`: QLoRA is [lora] with a folder that is already quantized: name one of bitsandbytes' "
+            "nf4, int4, fp8 or mxfp4 in model_name_or_path, and write [lora]. Nothing else is needed",
+        ),
+    ],
+)
+def test_a_note_explains_names_that_are_no_keys(name: str, keys: list[str], note: str) -> None:
+    assert find_keys(name) == (keys, note)
+
+
 def test_shared_leaf_name_finds_all_its_keys() -> None:
     assert {"tiers.gpu.size", "tiers.nvme.size", "tiers.ram.size"} <= set(find_keys("size")[0])
 
