@@ -67,8 +67,10 @@ def test_clean_frees_the_scratch_space_of_a_dead_run(tmp_path: Path, run: Run) -
     listed = run(tmp_path)
     assert listed.exit_code == 2 and "Add --yes" in listed.stderr, listed.output
     runs = tmp_path.resolve() / "runs"
-    sizes = {runs / name: format_size(allocated(runs / name)) for name in ("a", "b")}
-    assert listed.stdout == "".join(f"{path}  {size} in 4 files\n" for path, size in sizes.items())
+    stores = json.loads(run(tmp_path, "--json").stdout)["stores"]
+    assert [(each["path"], each["num_files"]) for each in stores] == [(str(runs / "a"), 4), (str(runs / "b"), 4)]
+    sizes = [format_size(each["nbytes"]) for each in stores]
+    assert listed.stdout == f"{runs / 'a'}  {sizes[0]} in 4 files\n{runs / 'b'}  {sizes[1]} in 4 files\n"
     assert allocated(tmp_path) == before
     result = run(tmp_path, "--yes")
     assert result.exit_code == 0, result.output
