@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -19,6 +20,7 @@ import torch
 from megatrain.checkpoint import local_copier
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.copy_thread import Throttle
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.inventory import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.listing import read_checkpoints
 from megatrain.checkpoint.local_copier import LocalCopier
@@ -113,6 +115,99 @@ def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> Non
     (newest,) = list_generations(tmp_path / "copies")
     copy = GenerationReader(tmp_path / "copies", newest)
     assert newest == 6 and copy.manifest.meta["step"] == 6 and list(copy.problems()) == []
+
+
+def small_store(folder: Path) -> TieredStore:
+    tiers = [RamTier(MiB, pin_memory=False), NvmeTier([folder / "drive"], MiB)]
+    return TieredStore(tiers, path=str(folder / "checkpoints"), keep_generations=9)
+
+
+def save(store: TieredStore, folder: Path, step: int) -> Checkpoint:
+    store.put("a", torch.full((1000,), float(step)))
+    store.commit({"step": step}).wait(60)
+    return read_checkpoints(folder / "checkpoints")[-1]
+
+
+def without_figures(messages: list[str]) -> list[str]:
+    return [re.sub(r"(: [^:]+ copied.*,) compared, in [0-9.]+ s$", ": copied", text) for text in messages]
+
+
+@pytest.mark.parametrize(
+    ("rule", "copied"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (5, [5]), ("last", [5])]
+)
+def test_copies_are_made_and_reported_by_the_rule(tmp_path: Path, rule: int | str, copied: list[int]) -> None:
+    """The last checkpoint is offered twice: when it is saved, and as the last one of the process."""
+    table = CheckpointConfig.model_validate({"save_total_limit": 9, "save_copy": rule, "min_free_disk": "0B"})
+    spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
+    told: list[str] = []
+    with small_store(tmp_path) as store, closing(open_copier(spec, 4000, told.append)) as copies:
+        for step in (1, 2, 3, 4, 5):
+            checkpoint = save(store, tmp_path, step)
+            copies.offer(checkpoint)
+            copies.finish()
+        for _ in range(2):
+            copies.offer(checkpoint, is_last=True)
+            copies.finish()
+    made = [GenerationReader(tmp_path / "copies", number) for number in list_generations(tmp_path / "copies")]
+    assert [reader.manifest.meta["step"] for reader in made] == copied
+    begun = [text for text in told if text.startswith("copying ")]  # only if the copy was still running
+    assert set(begun) <= {
+        f"copying the checkpoint of step {step} into '{tmp_path / 'copies'}', 3.91 KiB" for step in copied
+    }
+    done = without_figures([text for text in told if text not in begun])
+    assert done == [f"copied checkpoint at step {step} into '{tmp_path / 'copies'}': copied" for step in copied]
+
+
+def test_newer_checkpoint_replaces_a_queued_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy is still running when the next three checkpoints are offered."""
+    released, pause = threading.Event(), Throttle.pause
+
+    def hold(self: Throttle, start_s: float) -> float:
+        assert released.wait(60)
+        return pause(self, start_s)
+
+    monkeypatch.setattr(Throttle, "pause", hold)
+    table = CheckpointConfig.model_validate({"save_total_limit": 9, "save_copy": True, "min_free_disk": "0B"})
+    spec, told = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error"), list[str]()
+    with small_store(tmp_path) as store, closing(open_copier(spec, 4000, told.append)) as copies:
+        offered = []
+        for step in (1, 2, 3, 4):
+            offered.append(save(store, tmp_path, step))
+            copies.offer(offered[-1])
+        copies.wait_until_prunable(offered[1:3], lambda: False)  # these are not being copied, so nothing waits
+        released.set()
+        copies.finish()
+    folder = tmp_path / "copies"
+    assert without_figures(told) == [
+        "the checkpoint of step 2 is not copied: the copy of step 1 is still running, and a newer one is due. Save "
+        "less often, or copy fewer: checkpoint.save_copy = 2",
+        *([f"copying the checkpoint of step 1 into '{folder}', 3.91 KiB"] if told[1].startswith("copying") else []),
+        f"copied checkpoint at step 1 into '{folder}': copied",
+        *(text for text in told if text.startswith("copying the checkpoint of step 4")),
+        f"copied checkpoint at step 4 into '{folder}': copied",
+    ]
+
+
+def test_a_full_drive_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, told = shutil.disk_usage, list[str]()
+    table = CheckpointConfig.model_validate({"save_copy": True, "min_free_disk": "1KiB"})
+    spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
+    free = {"bytes": 3 * 1024 - 1}
+    full = SimpleNamespace(disk_usage=lambda path: real(path)._replace(free=free["bytes"]))
+    monkeypatch.setattr(local_copier, "shutil", full)
+    folder = tmp_path / "copies"
+    with small_store(tmp_path) as store, closing(open_copier(spec, 2048, told.append)) as copies:
+        copies.offer(save(store, tmp_path, 1))
+        copies.finish()
+        free["bytes"] += 1
+        copies.offer(save(store, tmp_path, 2))
+        copies.finish()
+    assert without_figures([text for text in told if not text.startswith("copying ")]) == [
+        f"the checkpoint of step 1 was not copied into '{folder}': the drive of '{folder}' has 3.00 KiB free, but a "
+        "copy takes 2.00 KiB and checkpoint.min_free_disk is 1.00 KiB. Free 1 B. The original is whole; the next "
+        "checkpoint is copied again",
+        f"copied checkpoint at step 2 into '{folder}': copied",
+    ]
 
 
 def test_run_without_drives_makes_no_copy(run: SavedRun) -> None:

@@ -31,7 +31,7 @@ from processes import saved_run
 from processes.golden import unpack
 from processes.rank_runs import launch
 from processes.saved_run import NVME, ON_NVME, SavedRun, end
-from tiered import GenerationReader
+from tiered import GenerationReader, format_size
 from tiered.durable.manifest import Manifest, list_generations, write_manifest
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
@@ -249,7 +249,15 @@ def test_unreachable_url_fails_the_run_and_the_next_start_copies(
         patch.setattr(Upload, "send", refuse)
         result = run.run(steps=2, **to(url))
     assert result.exit_code == 1
-    assert f"the checkpoint of step 2 is not in '{url}', after 2 tries" in result.output
+    said = " ".join(result.output.split())
+    problem = (
+        f"the checkpoint of step 2 is not in '{url}' yet: the bucket went away. It stays on its drive; next try in"
+    )
+    assert said.count(f"{problem} 0 s") == 2
+    assert (
+        f"the checkpoint of step 2 is not in '{url}', after 2 tries. It is whole in '{run.out / 'checkpoints'}': "
+        "repeat the same command to copy it"
+    ) in said
     assert steps_at_url(url) == []
     result = run.run(steps=2, **to(url))
     assert result.exit_code == 0 and "nothing to do" in result.output, result.output
@@ -363,9 +371,18 @@ def test_one_process_uploads_the_parts_of_former_ranks(tmp_path: Path, url: str)
     """Two ranks saved checkpoints while the URL was unreachable. One process then uploads the parts of both ranks."""
     run = unpack("ranks", tmp_path)
     config = load_config(run.folder / "run.toml", overrides=[f'checkpoint.save_copy="{url}"']).config
-    copier = remote_copier.RemoteCopier(resolve_checkpoint(config), print, 0, lambda item: [item])
+    told: list[str] = []
+    copier = remote_copier.RemoteCopier(resolve_checkpoint(config), told.append, 0, lambda item: [item])
     copier.finish()
     copies = RemoteFolder(url).checkpoints()
+    sizes = {copy.step: format_size(copy.nbytes) for copy in copies}
+    assert [re.sub(r"in [0-9.]+ s$", "in N s", text) for text in told] == [
+        f"copying the checkpoint of step 1, 2 to '{url}'",
+        *(f"copied checkpoint at step {step} to '{url}': {sizes[step]}, compared, in N s" for step in (1, 2)),
+    ]
+    again = remote_copier.RemoteCopier(resolve_checkpoint(config), told.append, 0, lambda item: [item])
+    again.finish()
+    assert len(told) == 3, "everything is copied"
     assert [each.step for each in copies] == [2, 1]
     names = sorted(str(path.relative_to(folder_of(url))) for path in folder_of(url).rglob("OBJECTS.json"))
     ranks = ("rank00000", "rank00001")
