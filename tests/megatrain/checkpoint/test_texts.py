@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from megatrain.base.observer import RunSummary
 from megatrain.checkpoint import locations
 from megatrain.checkpoint.document import Checkpoint, RankGeneration
 from megatrain.checkpoint.inspection import InventoryEntry
+from megatrain.checkpoint.listing import read_listed, write_document
 from megatrain.checkpoint.locations import LostPart, describe_drives
 from megatrain.checkpoint.notices import LostPartsNotice, moved_run_notices
 from megatrain.checkpoint.state import CheckpointError, DecidedSettings, RunState
 from megatrain.checkpoint.table import CheckpointConfig, CheckpointSpec
 from oracles.run_state import make_state
-from tiered import MiB
+from tiered import MiB, checksum
+from tiered.errors import GenerationError
 from tiered.ext import DrivePlace
 
 GONE = LostPart("/d/a", False, ("x/weight", "y/m.1", "z/m.2"), 9, 3 * MiB, "/old/a")
@@ -167,3 +170,68 @@ def test_settings_of_an_older_run_are_kept() -> None:
     for model, tokens in (({"device": "cuda"}, 8192), ({"device": "cpu"}, 2048), ({}, None), (7, None)):
         assert of_meta({"config_toml": other, "model": model}) == DecidedSettings(1, tokens, "split", False, "FA2")
     assert of_meta({}) == DecidedSettings() and of_meta({"config_toml": "="}) is None
+
+
+RANKS = tuple(RankGeneration(f"rank0000{rank}", 5 + rank, "0" * 16) for rank in (0, 1))
+META = make_state(step=2).to_meta()
+LISTED = [
+    Checkpoint(Path("folder"), number, RANKS, {**META, "step": number}, 4, {"a": 10 * number}) for number in (1, 3)
+]
+
+
+LACKS = "rank 0 lacks a checksum, or has the invalid generation"
+
+
+def part(path: str, generation: object, digest: str) -> dict[str, Any]:
+    return {"ranks": [{"path": path, "generation": generation, "xxh3_64": digest}]}
+
+
+def test_listed_checkpoints_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert read_listed(tmp_path) == []
+    checkpoints = [replace(each, folder=tmp_path / "folder") for each in LISTED]
+    write_document(tmp_path / "folder", checkpoints)
+    written = [replace(each, meta=json.loads(json.dumps(each.meta))) for each in checkpoints]
+    assert read_listed(tmp_path / "folder") == written
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (part("../x", 1, "0"), "rank 0 has the path '../x' instead of 'rank00000'"),
+        (part("rank00000", 0, "0"), f"{LACKS} 0"),
+        (part("rank00000", 1, ""), f"{LACKS} 1"),
+        (part("rank00000", True, "0"), f"{LACKS} True"),
+        ({"ranks": []}, "checkpoint 1 has 0 ranks, or invalid numbers"),
+        ({"number": -1}, "checkpoint -1 has 2 ranks, or invalid numbers"),
+        ({"lanes": "4"}, "checkpoint 1 has 2 ranks, or invalid numbers"),
+        ({"elements": {"a": -1}}, "checkpoint 1 has 2 ranks, or invalid numbers"),
+        ({"meta": []}, "the state of checkpoint 1 is not an object"),
+    ],
+)  # fmt: skip
+def test_invalid_lists_of_checkpoints_are_explained(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    """Their checksum is right, so another program wrote them."""
+    write_document(tmp_path, LISTED)
+    path = tmp_path / "RANKS.json"
+    document = json.loads(path.read_text())
+    document["checkpoints"][0] |= changes
+    document["xxh3_64"] = checksum(json.dumps(document["checkpoints"], sort_keys=True).encode())
+    path.write_text(json.dumps(document))
+    with pytest.raises(GenerationError) as caught:
+        read_listed(tmp_path)
+    assert str(caught.value) == f"'{path}' is invalid: {problem}. Restore it from a backup"
+
+
+def test_unreadable_lists_of_checkpoints_are_explained(tmp_path: Path) -> None:
+    write_document(tmp_path, LISTED)
+    path = tmp_path / "RANKS.json"
+    document = json.loads(path.read_text())
+    for changed, message in (
+        ({**document, "format": 3}, "has format 3, but this version reads up to 2: upgrade"),
+        ({**document, "format": "1"}, "has format 1, but this version reads up to 2: upgrade"),
+        ({**document, "xxh3_64": "0"}, "is damaged: its checksum does not match. Restore it from a backup"),
+        ({"format": 1}, "cannot be read: 'xxh3_64'. Restore it from a backup of the folder"),
+    ):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(GenerationError) as caught:
+            read_listed(tmp_path)
+        assert str(caught.value) == f"'{path}' {message}"
