@@ -51,20 +51,18 @@ def test_figures_of_steps_agree(steps: list[dict[str, Any]]) -> None:
         }  # fmt: skip
         assert {key: row[key] for key in constant} == constant and "ranks" not in row
         seconds = [each["step_s"] for each in steps[:number]]
-        mean_s = fsum(seconds) / number
-        assert row["mean_step_s"] == pytest.approx(mean_s)
-        assert row["eta_s"] >= mean_s * (NUM_STEPS - number) * (1 - 1e-9), "the time between steps counts, too"
+        assert row["mean_step_s"] == pytest.approx(fsum(seconds) / number)
         for rate, amount in (
             ("real_tokens_per_s", "num_real_tokens"), ("trained_tokens_per_s", "num_trained_tokens"),
             ("model_flops_per_s", "model_flops"), ("hardware_flops_per_s", "hardware_flops"),
         ):  # fmt: skip
             assert row[rate] == round(row[amount] / row["step_s"], 3) > 0
         assert row["num_trained_tokens"] < row["num_real_tokens"] <= 2 * 32
-        assert row["model_flops"] <= row["hardware_flops"] and 0 < row["tier_used_bytes"]["ram"] < 64 * MiB
+        assert 0 < row["tier_used_bytes"]["ram"] < 64 * MiB
         assert row["stall_s"].keys() == {"fill", "drain", "space", "lease", "commit"}
-        assert row["process_usage"].keys() == {"user_s", "system_s", "page_faults"} and row["rss_bytes"] > MiB
-        assert min(row["process_usage"].values()) >= 0
-    assert steps[-1]["eta_s"] == 0.0
+        assert row["process_usage"].keys() == {"user_s", "system_s", "page_faults"}
+    elapsed_s = [row["eta_s"] * row["step"] / (NUM_STEPS - row["step"]) for row in steps[:-1]]
+    assert elapsed_s == sorted(elapsed_s) and steps[-1]["eta_s"] == 0.0
 
 
 def test_summary_agrees_with_the_steps(steps: list[dict[str, Any]], unbroken: SavedRun) -> None:
@@ -84,8 +82,7 @@ def test_summary_agrees_with_the_steps(steps: list[dict[str, Any]], unbroken: Sa
     assert {key: end[key] for key in expected} == expected
     assert end.keys() == {*expected, "at", "seconds", "tier_peak_bytes", "peak_rss_bytes"}
     assert end["seconds"] == pytest.approx(fsum(row["step_s"] for row in steps))
-    assert end["tier_peak_bytes"]["ram"] >= max(row["tier_used_bytes"]["ram"] for row in steps)
-    assert end["peak_rss_bytes"] >= max(row["rss_bytes"] for row in steps)
+    assert end["tier_peak_bytes"]["ram"] == max(row["tier_used_bytes"]["ram"] for row in steps)
 
 
 def test_status_agrees_with_the_steps(steps: list[dict[str, Any]], unbroken: SavedRun) -> None:
