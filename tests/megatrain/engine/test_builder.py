@@ -56,7 +56,7 @@ def traced(vocab_size: int, *, has_parts: bool) -> tuple[ModelGraph, VisitTrace]
         if has_parts:
             patch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
         graph = build_graph(tiny_config("llama", num_hidden_layers=1, tied=True, vocab_size=vocab_size))
-    head = {"head_rows": 4, "head_columns": 32} if has_parts else {}
+    head: dict[str, Any] = {"head_rows": 4, "head_columns": 32} if has_parts else {}
     return graph, trace_visits(graph, 2, 8, torch.float32, **head)
 
 
@@ -112,7 +112,7 @@ def test_deferred_updates_come_before_the_first_use_of_their_weight() -> None:
         backward 0: E/weight:r E/grad.0:w, E/grad.1:r; spent E/grad.1
     """)
     elements = {"E": 256_000, "L": 12_288, "N": 1024}
-    expected = {}
+    expected: dict[str, tuple[str, int, str]] = {}
     for name, count in elements.items():
         expected |= {f"{name}/weight": ("weights", count, "")}
         expected |= {f"{name}/{state}": ("optimizer", count, "") for state in ("m", "v")}
@@ -411,6 +411,6 @@ def test_kept_graphs_have_no_inputs_and_saved_results_have_one_block_more() -> N
         assert {(block.kind, block.num_elements, block.dtype) for block in added.values()} == {
             ("activations", nbytes, torch.uint8)
         }
-        choice = {"saved_results" if with_products else "saved_attention": frozenset({1})}
+        choice: dict[str, Any] = {"saved_results" if with_products else "saved_attention": frozenset({1})}
         assert saved.recompute == Recompute(**choice)
         assert keep_graphs(program, frozenset({2})).recompute.saving_visits == frozenset()
