@@ -105,6 +105,7 @@ SHORT = (
     "tests/megatrain/engine/test_flash.py",
     "tests/megatrain/engine/test_mirror.py",
     "tests/megatrain/engine/test_tape.py",
+    "tests/megatrain/engine/test_updates.py",
     "tests/megatrain/engine/test_unneeded.py::test_use_of_a_result_decides_if_its_product_is_skipped",
     "tests/megatrain/engine/test_weight_gradients.py",
     "tests/megatrain/engine/test_work.py",
