@@ -187,11 +187,12 @@ def test_every_chart_of_a_run(tmp_path: Path) -> None:
             (2, 4.0, 0.5, 512, 1024), (3, 3.0, None, 768, 1024), (5, 1.0, 7.25, 256, 512),
         ]
     ]  # fmt: skip
+    steps.insert(0, {"step": 1, "loss": 5.0, "step_s": 1.0})
     plan = {"peak_bytes": {"ram": 384 * MiB, "nvme": 7}, "starts": [{}, {"first_step": 3, "at": "Tuesday"}]}
     evaluations = [{"step": step, "name": name, "loss": float(step)} for name in "abcdef" for step in (2, 5)]
     history = RunHistory(tmp_path, "done", steps=steps, plan=plan, evaluations=evaluations)
     charts = list(make_charts(history, compute_figures(history)))
-    training = Curve("training", [(2.0, 4.0), (3.0, 3.0), (5.0, 1.0)])
+    training = Curve("training", [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0), (5.0, 1.0)])
     sets = [
         Curve(name, [(2.0, 2.0), (5.0, 5.0)], color, has_dots=True)
         for name, color in zip("abcdef", (2, 3, 4, 5, 6, 2), strict=True)
