@@ -13,7 +13,9 @@ import torch
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING
 
+from megatrain.api import DoesNotFitError, plan_run, resolve
 from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
 from megatrain.extras import verify as module
 from megatrain.extras.verify import VerifyResult, verify
 from megatrain.optim.base import Update
@@ -72,6 +74,57 @@ def test_no_difference_on_the_users_model(family: str, overrides: list[str], not
     assert family in verdict.headline and "a scaled-down copy of model" in verdict.headline
     assert sorted(tmp_path.rglob("*")) == before
     assert [note.split()[0] for note in verdict.notes] == notes
+
+
+def test_every_value_of_the_compared_runs(tmp_path: Path) -> None:
+    """All runs have the user's seeds, packing and drive settings. Runs on drives have the least possible RAM."""
+    overrides = ["seed=7", "data_seed=8", "data.packing=false", "tiers.direct=off", "tiers.verify=off"]
+    config = config_of(tmp_path, "llama", *overrides, "attn_implementation=eager")
+    (tmp_path / "new").mkdir()
+    comparison = module._Comparison(config, tmp_path / "new", lambda text: None)
+    values = {
+        "task": "pretrain", "output_dir": str(tmp_path / "new/one"), "seed": 7, "data_seed": 8, "device": "cpu",
+        "model": {
+            "model_name_or_path": str(tmp_path / "new/model"),
+            "tokenizer_name_or_path": str(tmp_path / "new/tokenizer"), "attn_implementation": "eager",
+            "use_liger_kernel": False,
+        },
+        "precision": {"compute_dtype": "float32", "grad_dtype": "float32"},
+        "data": {
+            "max_length": 64, "packing": False, "cache_dir": "none", "train_on": "all",
+            "train": ({"path": str(tmp_path / "new/text.jsonl"), "format": "text"},),
+        },
+        "training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 4},
+        "optimizer": {"optim": "sgd"},
+        "checkpoint": {"save_steps": 10**9, "min_free_disk": "0B", "save_on_signal": False},
+        "export": {"dtype": "float32"}, "logging": {"report_to": (), "progress": "none"},
+        "tiers": {
+            "ram": {"size": "auto"}, "on_disk_full": "error", "allow_tmpfs": True, "engine": "posix", "direct": "off",
+            "verify": "off",
+        },
+    }  # fmt: skip
+    assert comparison._config("one", {"optim": "sgd"}).model_dump(mode="python", exclude_unset=True) == {
+        **values, "output_dir": str(tmp_path / "new/one"),
+    }  # fmt: skip
+    drives = [tmp_path / "d0", tmp_path / "d1"]
+    on_drives = comparison._config(
+        "two", {"optim": "sgd"}, num_steps=2, precision=("bfloat16", "float32"), drives=drives
+    )  # fmt: skip
+    least = on_drives.tiers.ram.size
+    assert on_drives.model_dump(mode="python", exclude_unset=True) == {
+        **values, "output_dir": str(tmp_path / "new/two"),
+        "training": {**values["training"], "max_steps": 2},
+        "precision": {"compute_dtype": "bfloat16", "grad_dtype": "float32"},
+        "placement": dict.fromkeys(("weights", "gradients", "optimizer", "activations"), ("nvme",)),
+        "tiers": {
+            **values["tiers"], "ram": {"size": least.text},
+            "nvme": tuple({"path": str(drive / "two"), "size": "auto"} for drive in drives),
+        },
+    }  # fmt: skip
+    smaller = on_drives.model_dump(mode="python", exclude_unset=True)
+    smaller["tiers"]["ram"]["size"] = f"{least.nbytes - 4096}B"
+    with pytest.raises(DoesNotFitError):
+        plan_run(resolve(RunConfig.model_validate(smaller)))
 
 
 def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
