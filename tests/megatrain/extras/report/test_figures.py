@@ -257,6 +257,28 @@ def test_figures_of_a_run_without_steps() -> None:
     assert compute_figures(RunHistory(Path("/runs/x"), "died")).max_steps == 0
 
 
+def test_missing_values_of_a_record_count_as_zero() -> None:
+    step = {"step": 3, "loss": 1.0, "step_s": 2.0, "ranks": [{}, {}]}
+    written = {"estimate": {"nvme_written_bytes_per_step": {"/drive": 5}}}
+    figures = compute_figures(
+        RunHistory(Path("/x"), "done", steps=[step], checkpoints=[{"step": 1}], evaluations=[{"step": 1, "loss": 4.0}],
+                   ends=[{}], plan={"starts": [{}, {}], "link_bytes_per_step": {"a->b": 7}, **written}),
+    )  # fmt: skip
+    assert {name: value for name, value in asdict(figures).items() if value not in (None, "", [], {}, ())} == {
+        "name": "x", "path": "/x", "state": "done", "step": 3, "max_steps": 0, "seconds": 2.0, "first_loss": 1.0,
+        "last_loss": 1.0, "num_averaged": 1, "evaluations": {"eval": [(1, 4.0)]}, "num_real_tokens": 0,
+        "num_trained_tokens": 0, "step_s": {"planned": None, "measured": 2.0}, "time_s": {"computing": 2.0},
+        "links": {"a->b": {"planned": 7, "measured": None}},
+        "drives": {"/drive": {"nbytes": 0, "bytes_per_step": {"planned": 5, "measured": 0}, "limit_bytes": None,
+                              "lifetime_bytes": None}},
+        "rss_peak_bytes": 0, "checkpoints": [{"step": 1}], "restarts": [(0, "")],
+        "ranks": [{"tier_used_bytes": {}, "link_bytes": {}, "stall_s": {}, "rss_bytes": 0}] * 2,
+    }  # fmt: skip
+    assert "saved   1 checkpoint, the last at step 1, 0 B; training waited 0.0 s for them in total" in report_lines(
+        figures
+    )
+
+
 @pytest.mark.parametrize(
     ("count", "num_averaged", "first", "last", "step_s", "rss"),
     [(1, 1, 1, 1, 1, 1), (2, 1, 1, 2, 1.5, 2), (3, 1, 1, 3, 3, 3), (19, 9, 5, 15, 11, 5), (25, 10, 5.5, 20.5, 14, 5)],
