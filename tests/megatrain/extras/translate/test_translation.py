@@ -18,7 +18,7 @@ from megatrain.base.other_tools import KEYS as TABLES
 from megatrain.base.other_tools import Row, Tool
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.extras.translate.draft import Translation
+from megatrain.extras.translate.draft import OmittedKey, Translation
 from megatrain.extras.translate.read import TranslationError
 from megatrain.extras.translate.translate import format_omitted_key, translate_file
 
@@ -471,7 +471,9 @@ REFUSED = {
         "loss_weights must be numbers above 0",
     ),
     "an unknown home folder": ("base_model: a\noutput_dir: ~no_such_user/x\n", "output_dir: .* cannot be a path"),
-    "a name that is too long": (f"base_model: {'x' * 300}\n", "base_model: .* cannot be a path"),
+    "a name that is too long": (
+        f"base_model: {'x' * 300}\n", rf'base_model: "{"x" * 60}" cannot be a path on this machine$',
+    ),
     "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
     "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must map"),
 }  # fmt: skip
@@ -546,6 +548,21 @@ def test_unsupported_values_are_removed_and_listed(tmp_path: Path) -> None:
     values = translation.to_json()
     assert {left["key"] for left in values["no_equivalent"]} == lost(translation)
     assert values["values"]["optimizer.learning_rate"]["value"] == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("value", "reason", "line"),
+    [
+        ("x" * 58, "why", f'key = "{"x" * 58}": why'),
+        ("x" * 59, "why", "key = ...: why"),
+        (None, "why", "key: why"),
+        (0, "a \u2028 line\n and  a \x7f", "key = 0: a ? line and a ?"),
+        ({"a": [1, None]}, "", 'key = {"a": [1, null]}: '),
+    ],
+)
+def test_line_of_an_omitted_key(value: Any, reason: str, line: str) -> None:
+    """Values of more than 60 characters are left out. The line is printable ASCII."""
+    assert format_omitted_key(OmittedKey("key", value, reason)) == line.strip()
 
 
 def test_paths_are_relative_to_the_config_folder(tmp_path: Path) -> None:
