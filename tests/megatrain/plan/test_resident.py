@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from fakes.rates import make_machine
 from megatrain.config import load_config
 from megatrain.engine.program.step_program import StepProgram
-from megatrain.machine.profiles import MachineProfile
+from megatrain.machine.planned_machine import find_machine
+from megatrain.machine.profiles import LoadedProfile, MachineProfile
+from megatrain.plan import planner
 from megatrain.plan.budgets import with_residents
 from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan
@@ -22,6 +24,7 @@ from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import link_pair
 from megatrain.plan.show import messages
 from megatrain.plan.stays import choose_stays
+from megatrain.plan.times import Estimate
 from megatrain.plan.traffic import Traffic
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
@@ -169,6 +172,35 @@ def test_rules_for_resident_blocks_follow_from_the_rates(tmp_path: Path) -> None
     assert rules(machine, on_host) == Residency(ALL_KINDS - {"optimizer"}, 0.25e-9 + 0.5e-9, 1e-8)
     in_ram = with_residents(budgets, run, replace(program, compute_tier="ram"), machine)
     assert in_ram["gpu"] == budgets["gpu"] and in_ram["ram"].residency is None
+
+
+def test_streamed_updates_balance_the_bus_and_the_processor(tmp_path: Path) -> None:
+    """All six groups are in RAM. The bus brings weights, state and gradients, and takes all but the gradients."""
+    in_ram = 'weights = "ram"\noptimizer = "ram"\ngradients = "ram"'
+    plan = make_plan(tmp_path, gpu="12MiB", placement=in_ram, training='recompute = "full"')
+    for count, visits in ((1, {3}), (2, {1, 4}), (3, {1, 3, 5}), (9, set(range(6)))):
+        assert planner._with_streamed_updates(plan, count).updates.streamed == visits
+    on_host = replace(plan.program, updates=replace(plan.program.updates, in_compute_tier=False))
+    for program in (on_host, replace(plan.program, compute_tier="ram")):
+        assert planner._with_streamed_updates(replace(plan, program=program), 1) == program
+
+    weights, embedding = 4 * (131_072 + 4 * 174_080 + 1024), 4 * 131_072  # the embedding has two gradients
+    plan = replace(plan, estimate=replace(plan.estimate, seconds={"optimizer": 1.0}))
+
+    def counts(down_s: float, up_s: float, plan: Plan = plan, update: float | None = 1.0) -> list[int]:
+        """Return the numbers of streamed groups in the order in which they are tried."""
+        rates = {"h2d_bytes_per_s": (4 * weights + embedding) / down_s, "d2h_bytes_per_s": 3 * weights / up_s}
+        gpu = {"name": "some", "memory_bytes": 1, "update_bytes_per_s": update, **rates}
+        found = planner._plans_with_streamed_updates(plan, LoadedProfile(make_machine(tmp_path, gpu=gpu)))
+        return list(dict.fromkeys(len(other.program.updates.streamed) for other in found))
+
+    assert [counts(1.0, 0.5), counts(0.5, 1.0)] == [[3, 1], [3, 1]]  # half of the groups
+    assert [counts(2.0, 1.0), counts(1.0, 5.0), counts(0.2, 0.1), counts(50.0, 1.0)] == [[2, 1], [1], [5, 2], []]
+    assert counts(1.0, 1.0, update=None) == counts(1.0, 1.0, replace(plan, estimate=Estimate(1, {}))) == []
+    tiers = replace(plan.run.tiers, machine=find_machine("gh200"))
+    assert counts(1.0, 1.0, replace(plan, run=replace(plan.run, tiers=tiers))) == []
+    for profile in (make_machine(tmp_path), None):
+        assert not list(planner._plans_with_streamed_updates(plan, LoadedProfile(profile)))
 
 
 def test_planning_is_deterministic(tmp_path: Path) -> None:
