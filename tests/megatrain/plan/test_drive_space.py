@@ -14,7 +14,7 @@ from megatrain.machine.file_systems import Space
 from megatrain.plan import tiers
 from megatrain.plan.plan import Plan
 from megatrain.plan.shortfall import DoesNotFitError
-from megatrain.plan.tiers import check_drives
+from megatrain.plan.tiers import check_drives, open_store, register_blocks
 from megatrain.ranks.world import World
 from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text, plan_of
 from tiered import MiB
@@ -148,3 +148,21 @@ def test_files_of_earlier_starts_count_as_free_space(
     free = 3 * SAVED - 8192 - 16_384
     found = refused(plan, "checkpoints", 3 * SAVED, free=free, numbers=OWN_DRIVES)
     assert found.startswith(too_small(f"output_dir ({tmp_path / 'out'})", 3 * SAVED))
+
+
+def test_store_of_a_plan_has_its_tiers_and_a_page_on_each_drive(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    plan = make_plan(nvme=2)
+    with open_store(plan) as store:
+        assert store.tier_names == ["ram", "nvme"] and store.path == str(tmp_path / "out" / "checkpoints")
+        capacities = {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
+        assert (capacities, store.keep_generations) == (plan.budgets, 3)
+        register_blocks(store, plan, durable=True)
+        saved = {key for key, block in plan.program.blocks.items() if block.is_saved}
+        assert {spec.key for spec in store.blocks()} == saved
+        assert all(spec.durable and spec.home == "nvme" for spec in store.blocks())
+        register_blocks(store, plan, durable=False)
+        assert {spec.key for spec in store.blocks()} == set(plan.program.blocks)
+        assert {spec.key for spec in store.blocks() if spec.durable} == saved
+    for drive in ("drive0", "drive1"):
+        text = (tmp_path / drive / "README.txt").read_text()
+        assert text.startswith("This folder belongs to megatrain-tier.")
