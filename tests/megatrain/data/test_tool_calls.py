@@ -101,6 +101,12 @@ def test_every_tool_and_call_must_be_rendered(
     assert encode_row(RowEncoder(tokenizer), found).omitted_fields == left_out
 
 
+def test_a_tool_with_only_a_name_is_left_out_as_a_whole(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}"
+    named = {"type": "function", "function": {"name": "set_sail"}}
+    assert encode_row(RowEncoder(tokenizer), row(QUESTION, ANSWER, tools=[named])).omitted_fields == ("tools",)
+
+
 def test_tools_that_only_some_rows_render_are_named(tokenizer: Any) -> None:
     """A field that one row renders, and that was found to be rendered, can be missing from another row."""
     tokenizer.chat_template = (
