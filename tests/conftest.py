@@ -96,7 +96,12 @@ LONG_MATRICES = (
 SHARE, FEWEST = 17, 2  # SHARE is prime, so that the kept cases have different values of each parameter
 #: Exceptions that run all their cases: fast tests with dissimilar cases, and tests unlike any other test.
 SHORT = (
+    "tests/megatrain/embed/test_model_methods.py",
+    "tests/megatrain/embed/test_optimizer.py::test_averages_match_torch",
     "tests/megatrain/embed/test_optimizer.py::test_cleared_gradients_are_not_used",
+    "tests/megatrain/embed/test_optimizer.py::test_groups_of_parameters",
+    "tests/megatrain/embed/test_optimizer.py::test_schedulers",
+    "tests/megatrain/embed/test_optimizer_refusals.py",
     "tests/gpu/test_freed_memory.py",
     "tests/megatrain/engine/test_attention.py",
     "tests/megatrain/engine/test_device_errors.py",

@@ -27,12 +27,14 @@ environment = [os.environ[name] for name in names]
 for message in ({"environment": environment, "leads": os.getsid(0) == os.getpid()}, {"done": 0}):
     os.write(0, json.dumps(message).encode() + b"\\n")
 print("rank", os.environ["RANK"])
-sys.exit(75)
+sys.exit(75 if os.environ["RANK"] == "0" else 0)
 """
 
 
 @pytest.mark.parametrize("threads", [None, 3])
-def test_ranks_get_their_place_and_equal_threads(threads: int | None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_get_places_and_rank_0_decides_the_exit_code(
+    threads: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
     messages: list[Any] = []
     code = launch(
         [sys.executable, "-c", PROGRAM], 2, threads=threads, on_failure=messages.append, on_message=messages.append
