@@ -120,7 +120,7 @@ class Movement:
         if target.state.is_valid:
             return None
         if target.state is CopyState.FILLING:
-            return WaitReason("fill", target.transfer)
+            return self.transfer_wait_reason(target, "fill")
         if target.is_home:
             if newest_copy is None:
                 raise UninitializedBlockError(block.spec.key)
@@ -128,7 +128,7 @@ class Movement:
         source = self._nearest_source(block, tier)
         if source is None:
             if block.home.state is CopyState.FILLING:
-                return WaitReason("fill", block.home.transfer)
+                return self.transfer_wait_reason(block.home, "fill")
             raise UninitializedBlockError(block.spec.key)
         hop = self.routes.between(source.tier, tier)[-1][0]
         if hop != source.tier:
@@ -144,9 +144,11 @@ class Movement:
     @staticmethod
     def transfer_wait_reason(copy: Copy, cause: str) -> WaitReason | None:
         """Return a reason to wait for the transfer to or from ``copy``, or None if the transfer has ended."""
-        assert copy.transfer is not None
-        has_ended = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
-        return None if has_ended else WaitReason(cause, copy.transfer)
+        has_failed = copy.transfer is not None and copy.transfer.error is not None
+        if copy.state in (CopyState.FILLING, CopyState.DRAINING):
+            # Callers that waited for a failed transfer raise its error. Later callers retry once its callback has run.
+            return WaitReason(cause, None if has_failed else copy.transfer)
+        return WaitReason(cause, copy.transfer) if has_failed and copy.state is not CopyState.CLEAN else None
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
@@ -205,7 +207,7 @@ class Movement:
             hops.pop(0)
         elif relay is not None:
             if relay.state is CopyState.FILLING:  # A fetch of the same bytes is in progress: reuse its copy.
-                return WaitReason("fill", relay.transfer)
+                return self.transfer_wait_reason(relay, "fill")
             slot = self.make_space(block, hop, tick=self.prefetcher.tick, on_demand=True, will_retry=False)
             if slot is None:
                 return self.space_wait_reason(block, hop)
@@ -342,9 +344,8 @@ class Movement:
     def space_wait_reason(self, block: Block, tier: str) -> WaitReason:
         """Return the reason to wait after ``make_space`` returned None."""
         evicting_copy = self.occupancy.evicting_copy(block, tier) if tier in self.occupancy.copy_buffers else None
-        if evicting_copy is not None:
-            return WaitReason("drain", evicting_copy.transfer)
-        return WaitReason("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
+        reason = None if evicting_copy is None else self.transfer_wait_reason(evicting_copy, "drain")
+        return reason or WaitReason("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
 
     def evict(self, block: Block, copy: Copy) -> None:
         """Drop a copy. A DIRTY copy is first written back and then dropped."""

@@ -859,3 +859,21 @@ def test_failed_write_back_raises_in_a_caller_that_waits_for_its_space(make: Cal
     error = caller.join()
     assert isinstance(error, TransferError) and str(error) == "injected failure [disk]"
     assert store.where("a")["ram"] is CopyState.DIRTY and hand.read("a", "ram") == 7
+
+
+def test_error_of_a_failed_fetch_is_not_raised_in_later_callers(make: Callable[..., Hand]) -> None:
+    hand = make(1, 8)
+    store, link = hand.store, hand.links["disk", "ram"]
+    hand.add("a", value=7)
+    first = Caller(lambda: store.acquire("a", "ram", timeout_s=TIMEOUT_S))
+    assert first.is_waiting()
+    link.pending[0].transfer.error = TransferError("injected failure", tier="ram")  # its callbacks have not run yet
+    second = Caller(lambda: store.acquire("a", "ram", timeout_s=TIMEOUT_S))
+    assert second.is_waiting()
+    link.fail()
+    error = first.join()
+    assert isinstance(error, TransferError) and str(error) == "injected failure [ram]"
+    assert second.is_waiting() and hand.under_way() == [("disk", "ram")]
+    hand.move()
+    with second.join() as lease:
+        assert int(lease.tensor) == 7

@@ -233,7 +233,8 @@ class FrozenBlocks:
         copy = block.newest()
         if copy is not None:
             return self._movement.write_back(block, copy) or self._movement.transfer_wait_reason(copy, "drain")
-        return WaitReason("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
+        is_filling = block.home.state is CopyState.FILLING
+        return self._movement.transfer_wait_reason(block.home, "drain") if is_filling else None
 
     def _freeze_block(self, block: Block) -> _FrozenCopy | None:
         tier = self._movement.durable_tiers.get(block.spec.home)
