@@ -163,8 +163,9 @@ def test_full_drive_is_refused_with_path_and_errno_and_leaves_nothing(
 
 def test_full_drive_gives_up_kept_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = NvmeTier([tmp_path], MiB)
-    tier.free(take(tier, 65536))
-    assert tier.pool_bytes == 65536
+    for slot in [take(tier, nbytes, key=f"layer.{nbytes}") for nbytes in (65536, 8192)]:
+        tier.free(slot)
+    assert tier.pool_bytes == 73728
     real = os.posix_fallocate
 
     def raise_enospc_while_files_are_kept(fd: int, offset: int, nbytes: int) -> None:
