@@ -68,6 +68,23 @@ class Focal(Loss, MicroBatchLoss):
         return RunningFocal(labels, vocab_size, num_items, self.gamma)
 
 
+def test_a_loss_needs_nothing_by_default() -> None:
+    class Plain(Loss):
+        pass
+
+    class PlainRows(MicroBatchLoss):
+        pass
+
+    loss = Plain()
+    figures = (loss.refusal, loss.compares_rows, loss.needs_reference, loss.token_nbytes, loss.row_nbytes)
+    assert figures == ("", False, False, 0, 0)
+    assert loss.read({}, torch.empty(0), torch.empty(0)) == loss.synthetic_inputs(3, torch.device("cpu")) == {}
+    assert loss.size_of_step([], []) is None
+    assert not PlainRows().compares_rows
+    with pytest.raises(AssertionError, match=r"^PlainRows does not compare rows$"):
+        PlainRows().compare([])
+
+
 @dataclass(frozen=True)
 class Likeliest(Loss):
     """Loss that compares rows: it weighs each row by its share of the micro-batch's probabilities."""

@@ -13,6 +13,7 @@ from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.unit import absent_weights
+from megatrain.engine.unit.absent_weights import AbsentWeight
 from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
@@ -91,6 +92,40 @@ def test_too_large_weight_reads_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     looking(monkeypatch, lambda model, ids: model.embed_tokens.weight.mean())
     with pytest.raises(UnsupportedModelError, match=r"uses model\.embed_tokens\.weight outside .* up to 100 elements"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32)
+
+
+def test_only_indexed_rows_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(24.0).view(6, 4)
+    rows_read: list[list[int] | None] = []
+
+    def read_values(weight: AbsentWeight, func: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+        rows_read.append(None if rows is None else rows.reshape(-1).tolist())
+        return values if rows is None else values[rows]
+
+    monkeypatch.setattr(AbsentWeight, "read_values", read_values)
+    weight, ids = absent_weights.absent_weight(values, torch.device("cpu")), torch.tensor([[4, 0]])
+    mask = torch.tensor([True, False] * 3)
+    for read, rows in (
+        (lambda w: w[2], [2]),
+        (lambda w: w[-1], [5]),
+        (lambda w: w[1, 2:], [1]),
+        (lambda w: w[1:5:2], [1, 3]),
+        (lambda w: w[1:3, 0], None),
+        (lambda w: w[ids], [4, 0]),
+        (lambda w: w[ids.int()], [4, 0]),
+        (lambda w: w[ids, 0], None),
+        (lambda w: w[mask], None),
+        (lambda w: w[True], None),
+        (lambda w: w.select(0, -2), [4]),
+        (lambda w: w.select(-2, 1), [1]),
+        (lambda w: w.select(1, 3), None),
+        (lambda w: w.index_select(0, ids[0]), [4, 0]),
+        (lambda w: w.narrow(0, 2, 3), [2, 3, 4]),
+        (lambda w: w.narrow(1, 2, 2), None),
+        (lambda w: w.narrow(dim=0, start=2, length=3), None),
+        (lambda w: w.sum(0), None),
+    ):
+        assert torch.equal(read(weight), read(values)) and rows_read.pop() == rows and not rows_read
 
 
 def test_out_of_range_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
