@@ -252,7 +252,7 @@ class Scorer:
     ) -> ScoreSummary:
         plan, store = self.plan, runtime.store
         placement = plan.placement
-        passes = Passes(plan, store, timeline=runtime.timeline, activity=self._activity, stays=placement.stays)
+        passes = Passes(plan, store, activity=self._activity, stays=placement.stays)
         store.wait_idle()  # otherwise, writes from loading would count as traffic of the passes
         start_stats, start_s = store.stats(), time.perf_counter()  # read before the first prefetch, which must count
         seconds = 0.0

@@ -60,7 +60,6 @@ class PreferenceTask:
         reference = Reference(
             context.plan,
             context.store,
-            timeline=context.timeline,
             activity=context.activity,
             on_message=context.on_message,
             saved_checksums=None if context.resumed_record is None else context.resumed_record.get(RECORD, {}),

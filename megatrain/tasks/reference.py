@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.base.progress import Activity
-    from megatrain.base.timeline import Timeline
     from megatrain.data.loader import BatchLoader
     from megatrain.plan.plan import Plan
     from tiered import TieredStore
@@ -65,7 +64,6 @@ class Reference:
     """Source of reference log-probabilities, which are read from a file or computed, and added to loaders.
 
     Args:
-        timeline: Timeline that records ops while recording is enabled.
         activity: Progress shared with a live view.
         on_message: Called with a report for each loader.
         saved_checksums: ``RECORD`` of the resumed checkpoint, or None for a new run with initial weights.
@@ -77,7 +75,6 @@ class Reference:
         plan: Plan,
         store: TieredStore,
         *,
-        timeline: Timeline,
         activity: Activity,
         on_message: Callable[[str], None],
         saved_checksums: Mapping[str, str] | None,
@@ -85,7 +82,7 @@ class Reference:
     ) -> None:
         self._group = group or RankGroup.single()
         self._plan, self._store = plan, store
-        self._timeline, self._activity, self._on_message = timeline, activity, on_message
+        self._activity, self._on_message = activity, on_message
         self._checksums = saved_checksums
         self._run_folder = plan.run.output_dir / FOLDER_NAME
         resume_from = plan.run.checkpoint.table.resume_from_checkpoint
@@ -160,7 +157,6 @@ class Reference:
         passes = Passes(
             plan,
             self._store,
-            timeline=self._timeline,
             activity=self._activity,
             collectives=make_collectives(plan.run.world, plan.program.compute_tier),
         )

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.base.progress import Activity
-    from megatrain.base.timeline import Timeline
     from megatrain.data.loader import BatchLoader
     from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
@@ -67,7 +66,6 @@ class PrepareContext:
         store: Store with the weights from which the run starts.
         loaders: Loaders of the training rows and of all evaluation sets.
         resumed_record: The task's record in the resumed checkpoint, or None for a new run.
-        timeline: Timeline that records ops while recording is enabled.
         activity: Progress shared with a live view.
     """
 
@@ -75,7 +73,6 @@ class PrepareContext:
     store: TieredStore
     loaders: Sequence[BatchLoader]
     resumed_record: Mapping[str, Any] | None
-    timeline: Timeline
     activity: Activity
     on_message: Callable[[str], None]
     group: RankGroup

@@ -166,7 +166,6 @@ def _prepare_task(
         runtime.store,
         [preparation.loader, *(dataset.loader for dataset in preparation.evaluation_sets)],
         None if checkpoint is None else checkpoint.state.model,
-        runtime.timeline,
         preparation.activity,
         observer.on_message,
         preparation.group,

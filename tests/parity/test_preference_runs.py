@@ -108,7 +108,6 @@ def test_reference_traffic_matches_the_plan(tiny_model: Path, tmp_path: Path) ->
         reference = Reference(
             trainer.plan,
             opened.store,
-            timeline=opened.timeline,
             activity=trainer.activity,
             on_message=lambda text: None,
             saved_checksums=None,
