@@ -20,7 +20,7 @@ import torch
 from megatrain.checkpoint import local_copier
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.copy_thread import Throttle
-from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.document import Checkpoint, RankGeneration
 from megatrain.checkpoint.inventory import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.listing import read_checkpoints
 from megatrain.checkpoint.local_copier import LocalCopier
@@ -115,6 +115,20 @@ def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> Non
     (newest,) = list_generations(tmp_path / "copies")
     copy = GenerationReader(tmp_path / "copies", newest)
     assert newest == 6 and copy.manifest.meta["step"] == 6 and list(copy.problems()) == []
+
+
+def test_copies_of_several_ranks_do_not_count_in_a_run_of_one_process(tmp_path: Path) -> None:
+    """Generation numbers of one process and of several ranks are independent."""
+    table = CheckpointConfig(save_total_limit=3, save_copy=2, min_free_disk="0B")
+    copies = open_copier(CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error"), 4000, lambda text: None)
+    assert isinstance(copies, LocalCopier)
+    ranks = tuple(RankGeneration(f"rank{rank:05}", 2, "0") for rank in range(2))
+    copies._folder.known = [
+        Checkpoint(tmp_path / "copies", 1, (RankGeneration("", 1),), {}),
+        Checkpoint(tmp_path / "copies", 2, ranks, {}),
+    ]
+    assert [number for number in (1, 2, 3, 4) if copies._is_due(number)] == [3, 4]
+    copies.close()
 
 
 def small_store(folder: Path) -> TieredStore:
