@@ -189,7 +189,7 @@ def test_state_of_a_shard() -> None:
 
 
 class Prefetches:
-    """Store that records prefetches. Those of ``skipped_key`` are skipped."""
+    """Store that records prefetches. Prefetches of ``skipped_key`` are skipped."""
 
     def __init__(self, skipped_key: str = "") -> None:
         self.keys, self.skipped_key, self.skipped = list[str](), skipped_key, False

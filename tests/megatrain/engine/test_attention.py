@@ -73,7 +73,7 @@ WORKSPACES: dict[str, tuple[AttentionCall, bool, FlashKernels, int]] = {
     "efficient, ragged": (
         replace(BACKWARD, backend="efficient", **RAGGED), False, "FA2", 1000 + 12 * 512 * (128 + 1) * 4,
     ),
-    # 128 rows of padding for each row of queries, twice as many for keys; 10 counters for each row.
+    # Each row of the batch pads its queries by 128 and its keys by 256, and has 10 counters.
     "FA3": (PACKAGE, True, "FA3", 1000 + (856 * 6 * 66 + 20 * 6 + 3 * (1312 * 128 + 2 * 20)) * 4),
     "FA3, all heads": (replace(PACKAGE, num_key_heads=6), True, "FA3", 1000 + (856 * 6 * 66 + 20 * 6) * 4),
     "FA3, ragged": (

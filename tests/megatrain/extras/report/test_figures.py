@@ -355,7 +355,7 @@ def test_perplexity_of_a_large_loss_is_infinite() -> None:
 
 
 def test_all_records_of_a_run_are_read(tmp_path: Path) -> None:
-    """Of a repeated step, the last line counts. Lines without a step, or without a loss, are not steps."""
+    """The last line of a repeated step counts. Lines without a step, or without a loss, are not steps."""
     evaluation = {"event": "evaluation", "step": 2, "loss": "-inf", "name": "nan of it"}
     checkpoint = {"event": "checkpoint", "step": 2, "loss": 3.0}
     lines: list[Any] = [
