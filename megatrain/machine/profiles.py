@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,6 @@ import psutil
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatrain.machine.file_systems import file_system_of
-from tiered.ext import replace_file
 from tiered.units import GiB
 
 #: Age in days above which plans advise measuring the rates again. Plans still use older rates.
@@ -183,7 +183,16 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
         machine = machine.model_copy(update={"drives": {**old_profile.drives, **machine.drives}})
     machines[machine.key] = machine
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, _ProfileFile(machines=machines).model_dump_json(indent=1) + "\n", durable=True)
+    fd, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(_ProfileFile(machines=machines).model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary_path, path)
+    except BaseException:
+        os.unlink(temporary_path)
+        raise
     return path
 
 
