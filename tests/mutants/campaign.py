@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import multiprocessing
 import os
@@ -146,9 +147,9 @@ def sample(arguments: argparse.Namespace) -> int:
     return _summarize(chosen, results, minutes, arguments)
 
 
-def draw(seed: int, count: int) -> list[Drawn]:
-    """Draw mistakes. For each, draw a line first, then an operator that applies there, then one of its mistakes."""
-    rng = random.Random(seed)
+@functools.cache
+def _mistakes_by_line() -> tuple[dict[str, str], dict[tuple[str, int], list[Mistake]]]:
+    """Return the text of each file of the packages, and the possible mistakes of each line."""
     listed = ["git", "ls-files", "--", *(f"{package}/*.py" for package in PACKAGES)]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
@@ -156,6 +157,13 @@ def draw(seed: int, count: int) -> list[Drawn]:
     for name, text in texts.items():
         for mistake in mistakes_in(name, text):
             by_line[name, mistake.line].append(mistake)
+    return texts, by_line
+
+
+def draw(seed: int, count: int) -> list[Drawn]:
+    """Draw mistakes. For each, draw a line first, then an operator that applies there, then one of its mistakes."""
+    rng = random.Random(seed)
+    texts, by_line = _mistakes_by_line()
     lines = sorted(by_line)
     found: dict[Mistake, Drawn] = {}
     while len(found) < count:
