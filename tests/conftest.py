@@ -57,7 +57,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 #: Folders, files and tests that take minutes because of their many cases. Without `-m slow`, one in `SHARE` cases of a
-#: test runs, plus cases that cover the missing pairs of options. A test with fewer than `FEWEST` cases runs them all.
+#: test runs, plus cases that cover the missing pairs of options, except in `WHOLE_RUNS`. A test with fewer than
+#: `FEWEST` cases runs them all.
 LONG_MATRICES = (
     "tests/parity/",
     "tests/gpu/",
@@ -93,6 +94,8 @@ LONG_MATRICES = (
     "tests/tiered/test_posix_link.py::test_blocks_come_back_and_zarr_reads_the_same_bytes",
     "tests/tiered/test_pruning.py",
 )
+#: Folders whose cases are whole runs. `tests/pairs` covers the pairs of their options.
+WHOLE_RUNS = ("tests/parity/", "tests/gpu/")
 SHARE, FEWEST = 17, 2  # SHARE is prime, so that the kept cases have different values of each parameter
 #: Exceptions that run all their cases: fast tests with dissimilar cases, and tests unlike any other test.
 SHORT = (
@@ -255,7 +258,8 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     for group in cases.values():
         kept = [item for number, item in enumerate(group) if number % SHARE == 0 or item.nodeid.startswith(SHORT)]
         if len(group) >= FEWEST:
-            kept += cases_for_uncovered_pairs(group, kept)
+            if not group[0].nodeid.startswith(WHOLE_RUNS):
+                kept += cases_for_uncovered_pairs(group, kept)
             for item in group:
                 if item not in kept:
                     item.add_marker(pytest.mark.slow)

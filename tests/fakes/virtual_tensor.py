@@ -149,15 +149,27 @@ class ReusedMemory:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last use by stream
+        #: Stream -> (size, last use by this stream) of its freed memory, without pairs that another pair exceeds.
+        self._own_uses: dict[LazyStream, list[tuple[int, int]]] = {}
+        #: Stream -> (size of its freed memory, another stream that used it) -> last use by the other stream.
+        self._other_uses: dict[LazyStream, dict[tuple[int, LazyStream], int]] = {}
 
     def record_freed_memory(self, allocation: Allocation) -> None:
         """Record which queued work still uses memory that is being freed."""
+        nbytes = allocation.nbytes
+        own, others = (
+            self._own_uses.setdefault(allocation.stream, []),
+            self._other_uses.setdefault(allocation.stream, {}),
+        )
         with self._lock:
-            found = self._freed.setdefault(allocation.stream, {}).setdefault(allocation.nbytes, {})
             for stream, stop in allocation.uses.items():
-                if stream not in allocation.recorded:
-                    found[stream] = max(stop, found.get(stream, 0))
+                if stream in allocation.recorded:
+                    continue
+                if stream is not allocation.stream:
+                    others[nbytes, stream] = max(stop, others.get((nbytes, stream), 0))
+                elif not any(size >= nbytes and last >= stop for size, last in own):
+                    own[:] = [(size, last) for size, last in own if size > nbytes or last > stop]
+                    own.append((nbytes, stop))
 
     def hand_out(self, stream: LazyStream, nbytes: int) -> int:
         """Return ``Allocation.first`` for a request.
@@ -167,13 +179,14 @@ class ReusedMemory:
         if not nbytes:
             return 0
         with self._lock:
-            fitting = [uses for size, uses in self._freed.get(stream, {}).items() if size >= nbytes]
-            for uses in fitting:
-                assert all(stream.is_behind(other, stop) for other, stop in uses.items()), (
+            others = self._other_uses.get(stream, {})
+            for size, other in [each for each in others if each[0] >= nbytes]:
+                assert stream.is_behind(other, others[size, other]), (
                     f"{nbytes} bytes are handed out on a stream while another has work queued on them: it was not "
                     "waited for before they were freed"
                 )
-            return max((uses.get(stream, 0) for uses in fitting), default=0)
+                del others[size, other]  # a stream stays behind
+            return max((last for size, last in self._own_uses.get(stream, []) if size >= nbytes), default=0)
 
     def use(self, allocation: Allocation, stream: LazyStream) -> None:
         """Record that the next work on ``stream`` uses an allocation.

@@ -16,10 +16,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pairs.factors import EXCLUSIONS, FACTORS, Row, is_excluded
+from pairs.factors import EXCLUSIONS, FACTORS, IN_SOFTWARE, Row, is_excluded
 
-#: A daily selection draws one in ``SHARE`` rows.
-SHARE = 52
 FILE = Path(__file__).with_name("rows.jsonl")
 
 
@@ -83,17 +81,23 @@ def pairs_of(row: Row) -> set[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def chosen(seed: str) -> Sequence[dict[str, str]]:
-    """Return the rows of a day: a random selection, plus rows for the levels that the selection lacks."""
+    """Return the rows of a day: a random row, plus rows for the levels that it lacks, preferably fast ones."""
     drawn = [row for row in all_rows() if not is_long(row)]
     random.Random(seed).shuffle(drawn)
-    found = drawn[: -(-len(drawn) // SHARE)]
+    found = drawn[:1]
     missing = {(name, level) for name, levels in FACTORS.items() for level in levels}
     missing -= {level for row in found for level in row.items()}
     while missing:
-        row = max(drawn, key=lambda each: len(missing & each.items()))
+        row = max(drawn, key=lambda each: len(missing & each.items()) / cost_of(each) ** 0.25)
         missing -= row.items()
         found.append(row)
     return found
+
+
+def cost_of(row: Row) -> int:
+    """Return the approximate duration of a row, in runs of a small text model in one process on the CPU."""
+    on_software_device = row["placement"] in IN_SOFTWARE
+    return (1 + 3 * on_software_device) * (1 + 2 * (row["model"] == "zamba2")) * (1 + (row["ranks"] != "alone"))
 
 
 def is_long(row: Row) -> bool:
