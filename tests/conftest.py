@@ -135,6 +135,9 @@ SHORT = (
 #: Benches that `test_rows` marks as slow. Other tests in test_benches.py also run them or their parts.
 LONG_BENCHES = (
     "process_memory",
+    "memory_over_time",
+    "checkpoint",
+    "score",
     "large",
     "plan_accuracy",
     "activations",

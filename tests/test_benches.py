@@ -162,6 +162,7 @@ def test_rank_traffic_and_losses_match_plan_and_one_process() -> None:
     assert rows["planned.1x2.4096.ratio.efficiency/one_gpu"] > 0 < rows["planned.2x1.4096.gpu->hosts.planned"]
 
 
+@pytest.mark.slow
 def test_recompute_modes_are_compared() -> None:
     rows = {row["name"]: row["value"] for row in run("recompute")}
     layers = {name: (rows[f"{name}.layers_kept"], rows[f"{name}.layers_saving"]) for name in ("full", "nvme", "none")}
@@ -414,6 +415,7 @@ def test_call_ends_if_the_tiny_model_fails(tmp_path: Path) -> None:
     assert "gpu.py" not in log and not (out / "gpu.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_too_large_files_are_not_returned(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

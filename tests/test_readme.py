@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
+from processes import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,12 +25,13 @@ def code_blocks(language: str) -> list[str]:
 def test_python_runs(source: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(source, encoding="utf-8")
-    for _ in range(2):  # the second run finds the files of the first
-        done = subprocess.run(
+    for start in (subprocess.run, warm.run):  # the second run finds the files of the first
+        done = start(
             [sys.executable, "-W", "error", program.name],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             timeout=120,
         )

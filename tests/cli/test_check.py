@@ -243,6 +243,7 @@ def test_warmup_longer_than_the_run_is_reported(run: SavedRun) -> None:
     assert "does not end within" in findings(result)["steps"][0]["text"]
 
 
+@pytest.mark.slow  # Python compiles torch and transformers again for -O
 def test_check_does_not_rely_on_assert_statements(run: SavedRun) -> None:
     """`python -O` drops assert statements, but ``check`` still finds the same mistakes."""
     words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000", "--json")

@@ -184,7 +184,7 @@ def check_counts(counts: Counter[str]) -> None:
 
 
 def test_flipped_bytes_are_named(small: Checkpoint) -> None:
-    check_counts(flip_and_check(small, sample_byte_flips(small, lambda path: 29 if is_contents(path) else 5)))
+    check_counts(flip_and_check(small, sample_byte_flips(small, lambda path: 61 if is_contents(path) else 11)))
 
 
 def test_flipped_bits_of_a_larger_checkpoint_are_named(large: Checkpoint) -> None:

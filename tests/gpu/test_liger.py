@@ -38,6 +38,7 @@ def config_with_key(folder: Path, model: Path, **tables: Any) -> str:
     return gpu_config_text(folder, model, **tables).replace("[data]", "use_liger_kernel = true\n[data]", 1)
 
 
+@pytest.mark.slow  # tests/gpu/test_steps.py has the same test of torch's kernels
 @pytest.mark.usefixtures("liger")
 def test_host_waits_only_for_the_end_of_a_step(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(config_with_key(tmp_path, tiny_model, placement=ALL_RAM))

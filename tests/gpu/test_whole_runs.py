@@ -20,8 +20,8 @@ from processes import warm
 from processes.saved_run import NVME, ROOT, SavedRun, end, make_run
 
 LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
-STEPS = 6
-EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
+STEPS = 4
+EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 2\n'
 SAMPLES = "predict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5\n"
 ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
 #: Name -> (placement, size of the GPU tier). A size of "" means all free memory.
@@ -84,6 +84,7 @@ def test_losses_and_weights_are_the_same_at_every_size(
     assert all(int(tier in used) <= peaks[tier] <= most for tier, most in capacities.items()), summary
 
 
+@pytest.mark.slow
 def test_stopped_run_matches_an_uninterrupted_run(model: SavedRun, tmp_path: Path, results: dict[str, Any]) -> None:
     size = "a part streams"
     for other in (size, "all that there is"):
@@ -91,7 +92,7 @@ def test_stopped_run_matches_an_uninterrupted_run(model: SavedRun, tmp_path: Pat
             results[other] = completed(model, tmp_path / other, other)[1]
     assert results[size] == results["all that there is"]
     run = model.copy(tmp_path / "run")
-    for steps in (4, STEPS):
+    for steps in (2, STEPS):
         done = run.run("--max-steps", str(steps), **tables(*SIZES[size]))
         assert done.exit_code == 0, done.output
     losses, held_out, digest = results[size]
@@ -107,7 +108,7 @@ def test_stopped_run_matches_an_uninterrupted_run(model: SavedRun, tmp_path: Pat
 def sampled_on_cpu(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Return the continuations of held-out rows that a run on the CPU generated."""
     run = model.copy(tmp_path_factory.mktemp("on_cpu") / "run")
-    done = run.run(steps=3, more=f"{EVALUATION}{SAMPLES}")
+    done = run.run(steps=2, more=f"{EVALUATION}{SAMPLES}")
     assert done.exit_code == 0, done.output
     return samples(run)
 
@@ -122,7 +123,7 @@ def test_evaluations_continue_rows_as_on_a_cpu(
     size: str, model: SavedRun, tmp_path: Path, sampled_on_cpu: list[Any]
 ) -> None:
     run = model.copy(tmp_path / "run")
-    values = tables(*SIZES[size]) | {"dtype": "float32", "steps": 3}
+    values = tables(*SIZES[size]) | {"dtype": "float32", "steps": 2}
     values["more"] = values["more"].replace(EVALUATION, f"{EVALUATION}{SAMPLES}")
     done = run.run(**values)
     assert done.exit_code == 0, done.output
@@ -138,7 +139,7 @@ def test_averages_are_evaluated_alike_at_every_size(model: SavedRun, tmp_path: P
     for number, size in enumerate(SIZES):
         run = model.copy(tmp_path / str(number))
         values = tables(*SIZES[size])
-        values["more"] = values["more"].replace("eval_steps = 3\n", 'eval_steps = 3\nweights = "both"\n')
+        values["more"] = values["more"].replace("eval_steps = 2\n", 'eval_steps = 2\nweights = "both"\n')
         done = run.run("--set", "optimizer.ema_decay=0.5", **values)
         assert done.exit_code == 0, done.output
         found.append(result(run))

@@ -102,9 +102,7 @@ def test_peft_opens_the_adapter_and_its_merge_is_the_same_model(model: Path, tmp
     names = {path.name for path in final.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert "config.json" not in names and "model.safetensors" not in names
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OPEN, str(final)], capture_output=True, text=True, timeout=200
-    )
+    found = warm.run([sys.executable, "-W", "ignore", "-c", OPEN, str(final)], timeout=200)
     assert found.returncode == 0, found.stderr
     ids = torch.arange(24).reshape(1, 24)
     here = opened(model, final).eval()

@@ -58,7 +58,7 @@ def weights(run: SavedRun, out: str = "out") -> bytes:
     return (run.folder / out / "final/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("steps", [5, pytest.param(3, marks=pytest.mark.slow)])
 def test_streamed_run_resumes_from_its_cursor(run: SavedRun, steps: int) -> None:
     """The run stops at a step without a regular save. A change of the run's length does not change the data."""
     assert run.call("run", streamed(run, steps=steps)).exit_code == 0

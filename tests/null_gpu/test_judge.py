@@ -38,6 +38,7 @@ def test_torch_comparison_errors_are_attributed_to_the_calling_test() -> None:
         assert is_about_numbers(AssertionError, "Scalars are not close!", [(TEST, line), inside]) is is_number
 
 
+@pytest.mark.slow
 def test_judged_test_continues_after_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     # The root of the repository comes first, because folders in tests have the same names as packages.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS.parent), str(TESTS))))

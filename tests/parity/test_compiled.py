@@ -90,6 +90,7 @@ def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dic
     return access.finish()
 
 
+@pytest.mark.slow
 def test_keeping_graphs_of_compiled_layers_is_bit_identical(tiny_model: Path, tmp_path: Path) -> None:
     keys = 'compile = true\ncompile_backend = "aot_eager"'
     kept = run(tmp_path / "kept", tiny_model, keys, nvme=0)
@@ -162,6 +163,7 @@ def test_evaluations_are_compiled() -> None:
     assert num_graphs() == 2  # one with gradients, one without
 
 
+@pytest.mark.slow
 def test_each_kind_of_layer_gets_a_separate_graph() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     values = {"sliding_window": 8, "layer_types": kinds}

@@ -409,6 +409,7 @@ def test_eval_batch_size_and_max_samples(tiny_model: Path, tmp_path: Path, in_ra
     assert len(sets[0].loader.dataset) == 4
 
 
+@pytest.mark.slow
 def test_evaluations_at_the_end_of_every_epoch(tiny_model: Path, tmp_path: Path) -> None:
     text = config_text(tmp_path, tiny_model, nvme=0)
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 20\nmax_steps = 5")

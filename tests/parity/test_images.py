@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from oracles.peft_model import parameters_by_name, plain_name, with_adapters
 from oracles.runners import layer_runner
 from oracles.tiered_run import ALL_NVME, plan_of
 from oracles.whole_run import train_whole
+from processes import warm
 from processes.ranks import run_on_ranks
 from processes.worlds import RankResult, digests
 from processes.worlds import train as train_on_rank
@@ -234,7 +234,7 @@ def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str
 @pytest.mark.parametrize(
     ("family", "images", "size"),
     [
-        ("qwen2_5_vl", "trained", 2),
+        pytest.param("qwen2_5_vl", "trained", 2, marks=pytest.mark.slow),  # tests/pairs has images on ranks
         pytest.param("qwen2_5_vl", "trained", 3, marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", "frozen", 3, marks=pytest.mark.slow),
         pytest.param("llava", "trained", 3, marks=pytest.mark.slow),
@@ -313,7 +313,7 @@ def test_adapters_are_bit_identical_across_tiers_and_load_in_peft(images: str, f
     batch = next(make_loader(model, rows, num_micro_batches=1, batch_rows=1)).micro_batches[0]
     torch.save(dict(batch), tmp_path / "batch")
     words = [sys.executable, "-W", "ignore", "-c", OPEN, str(model), str(final), str(tmp_path / "batch")]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    found = warm.run(words, timeout=200)
     assert found.returncode == 0, found.stderr
     adapted, plain = map(float, found.stdout.split())
     merged = export_checkpoint(tmp_path / "folder/out", tmp_path / "merged", merge=True, dtype=torch.float32)

@@ -32,6 +32,7 @@ def text_of(folder: Path, model: Path, **tables: Any) -> str:
     return text.replace("per_device_train_batch_size = 2\ngradient_accumulation_steps = 3", batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(1, 2, 1), pytest.param((2, 1, 4, 3, 1), marks=pytest.mark.slow)])
 def test_another_world_size_resumes_bitwise_equal(worlds: tuple[int, ...], tiny_model: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"

@@ -156,6 +156,7 @@ def test_low_precision_moments_resume_only_in_their_dtype(state_dtype: str, tiny
     train(tmp_path / "w", tiny_model, PARTLY_ON_GPU, **tables).assert_same(whole)
 
 
+@pytest.mark.slow
 def test_data_order_and_learning_rate_resume_across_epochs(tiny_model: Path, tmp_path: Path) -> None:
     """An epoch has four steps, and the learning rate changes in every step."""
     changes = {
@@ -194,6 +195,7 @@ def test_skipped_steps_are_not_counted_as_updates_on_resume(tmp_path: Path) -> N
 BY_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["max_grad_norm = 0", BY_LAYER])
 def test_resume_with_updates_in_the_backward_is_bit_identical(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", tiny_model, IN_RAM, optimizer=optimizer)

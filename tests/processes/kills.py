@@ -44,10 +44,10 @@ DRIVE_MIB = 96
 
 #: Name of a placement -> keyword arguments of ``config_text``.
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
+    "striped": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)},
+    "mixed": {"placement": 'optimizer = ["nvme"]', "nvme": 1},
     "RAM": {"nvme": 0},
     "NVMe": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 1},
-    "mixed": {"placement": 'optimizer = ["nvme"]', "nvme": 1},
-    "striped": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)},
 }
 #: Phase -> relative frequency of the signals that are aimed at it. Other signals are sent at random times.
 AIMS = {

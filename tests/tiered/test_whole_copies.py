@@ -204,7 +204,7 @@ def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> 
             ends.append(len(recording.operations))
         copies.close()
     chance, seen = random.Random(1), set()
-    cuts = [chance.randrange(len(recording.operations) + 1) for _ in range(60)]
+    cuts = [chance.randrange(len(recording.operations) + 1) for _ in range(20)]
     cuts += [end - back for end in ends for back in range(12)]  # while a copy is being marked as complete
     for number, cut in enumerate(cuts):
         survival = SURVIVALS[number % len(SURVIVALS)]

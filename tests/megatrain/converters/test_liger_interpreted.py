@@ -109,6 +109,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @interpreted
+@pytest.mark.slow  # tests/gpu/test_liger.py has the same test with stand-ins of the kernels
 def test_placements_are_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(

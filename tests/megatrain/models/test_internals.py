@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatrain.models.internals import (
     TransformersVersionError,
     check_internals,
 )
+from processes import warm
 from processes.saved_run import make_run
 
 ROOT = Path(__file__).parents[3]
@@ -92,5 +92,5 @@ def test_missing_internals_are_named_once_with_a_remedy(tmp_path: Path, monkeypa
 
 def test_canary_names_missing_internals(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatrain.models.internals"]
-    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    good = warm.run(command, cwd=ROOT, timeout=120)
     assert good.returncode == 0 and f"{len(USED)} of {len(USED)}" in good.stdout

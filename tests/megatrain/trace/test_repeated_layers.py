@@ -214,6 +214,7 @@ def test_launches_of_kernels_are_compared_as_operators_are() -> None:
     assert trace == whole and num == 2
 
 
+@pytest.mark.slow
 def test_frozen_weights_split_repeated_layers() -> None:
     config = tiny_config("llama", num_hidden_layers=4)
     check(config, 2, freeze=("model.layers.1.mlp.*",))
