@@ -502,7 +502,7 @@ def test_side_stops_at_its_time_limit_with_all_rows(tmp_path: Path) -> None:
     part = PARTS["plain"].small()
     result = tmp_path / "result.json"
     job = Job(
-        "ours", str(write_shape(tmp_path / "model", part, quick=True)), 2, 64, 1, 1000, True, 6.0, "cpu", "float32", 1,
+        "ours", str(write_shape(tmp_path / "model", part, quick=True)), 2, 64, 1, 1000, True, 4.0, "cpu", "float32", 1,
         str(tmp_path / "scratch"), str(result), matmul=64,
     )  # fmt: skip
     code = "from bench.gpu_sides import worker; worker.main()"

@@ -351,6 +351,7 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
     return [(line["step"], line["loss"], line["num_tokens"]) for line in lines if line.get("event") == "evaluation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_early_stopping_and_best_checkpoint_apply_to_all_ranks(
     made: SavedRun, tmp_path: Path, worlds: Sequence[int]

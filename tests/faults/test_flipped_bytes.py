@@ -221,7 +221,7 @@ def damage_and_open(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int
 
 
 def test_store_with_flipped_bytes_opens_unchanged_or_raises(small: Checkpoint) -> None:
-    counts = damage_and_open(small, sample_byte_flips(small, lambda path: 701 if is_contents(path) else 61))
+    counts = damage_and_open(small, sample_byte_flips(small, lambda path: 1409 if is_contents(path) else 113))
     show(counts)
     assert counts["named"] > 20 and counts["harmless"] > 10
 

@@ -77,6 +77,7 @@ def test_embedded_losses_match_the_plain_model(virtual: VirtualCuda | None, tmp_
     assert moved["ram->gpu"] > 0 < moved["gpu->ram"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_are_bit_identical_for_all_tier_sizes(
     dtype: torch.dtype, virtual: VirtualCuda | None, tmp_path: Path

@@ -113,6 +113,7 @@ def test_muon_results_are_bit_identical_for_all_placements(
         assert dict(results[-1].moved_outside) == {"ram->gpu": sent, "gpu->ram": sent}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"'])
 def test_split_updates_are_bit_identical(
@@ -195,6 +196,7 @@ def moved_state(plan: Plan) -> int:
     return moved["ram->gpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_rows_fit_a_tier_without_space_for_a_mask(virtual: VirtualCuda | None, tmp_path: Path, packing: str) -> None:
     """Neither packed documents nor single rows need a mask of shape [S, S]."""

@@ -100,6 +100,7 @@ def test_memory_is_constant_over_fifty_steps(
     assert rss <= 16 * MiB, rss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu_bytes", "is_tight"), [(5 * MiB, True), (12 * MiB, False)])
 def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
     gpu_bytes: int, is_tight: bool, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
@@ -116,6 +117,7 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
         assert (tier.num_drops > 0) == is_tight  # which step drops buffers depends on the order in which copies end
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("virtual")
 @pytest.mark.parametrize(
     ("part", "layers", "gpu", "ram"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megatrain.training.trainer import Trainer
 from oracles.peft_model import opened
 from oracles.tiered_run import ALL_NVME, config_text, run_config, write_tiny_model
 from oracles.whole_run import train_whole
+from processes import warm
 from tiered import TransferError
 from tiered.durable.manifest import read_manifest
 

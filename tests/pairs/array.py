@@ -96,13 +96,14 @@ def chosen(seed: str) -> Sequence[dict[str, str]]:
 
 def cost_of(row: Row) -> int:
     """Return the approximate duration of a row, in runs of a small text model in one process on the CPU."""
-    on_software_device = row["placement"] in IN_SOFTWARE
-    return (1 + 3 * on_software_device) * (1 + 2 * (row["model"] == "zamba2")) * (1 + (row["ranks"] != "alone"))
+    factor = 3 if row["model"] == "zamba2" else 2 if row["model"] == "qwen2_5_vl" else 1
+    return factor * (4 if row["placement"] in IN_SOFTWARE else 1) * (1 if row["ranks"] == "alone" else 2)
 
 
 def is_long(row: Row) -> bool:
-    """Return whether a row takes minutes, because Mamba layers compile slowly."""
-    return row["model"] == "zamba2" and row["layers"] == "compiled"
+    """Return whether a row takes half a minute or more: Mamba layers compile slowly, and a software device is slow."""
+    is_compiled_mamba = row["model"] == "zamba2" and row["layers"] == "compiled"
+    return is_compiled_mamba or (row["model"] in ("zamba2", "qwen2_5_vl") and row["placement"] in IN_SOFTWARE)
 
 
 if __name__ == "__main__":

@@ -264,11 +264,12 @@ def train(folder: Path, text: str, *sets: str) -> tuple[list[tuple[float, ...]],
 
 def test_image_run_resumes_and_exports_bitwise_equal(folders: Path, tmp_path: Path) -> None:
     model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
+    steps = ("evaluation.eval_steps=1", "training.max_steps=2")
     text = config_text(tmp_path / "whole", model, rows, "frozen")
-    losses, final = train(tmp_path / "whole", text)
+    losses, final = train(tmp_path / "whole", text, *steps)
     text = config_text(tmp_path / "parts", model, rows, "frozen", placement=ALL_NVME, ram="36MiB")
-    train(tmp_path / "parts", text, "training.max_steps=2")
-    again, continued = train(tmp_path / "parts", text)
+    train(tmp_path / "parts", text, *steps, "training.max_steps=1")
+    again, continued = train(tmp_path / "parts", text, *steps)
     assert again == losses
     before, after = load_file(model / "model.safetensors"), load_file(final / "model.safetensors")
     assert before.keys() == after.keys()

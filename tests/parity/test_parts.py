@@ -150,6 +150,7 @@ def test_adafactor_layouts_are_not_cut_into_parts(tiny_model: Path, tmp_path: Pa
     assert not plan.program.cuts.parts and all(not tick.passing for tick in plan.updates.ticks)
 
 
+@pytest.mark.slow
 def test_checkpoint_in_parts_resumes_in_ram_and_exports(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     """A run saved from drives, continued in RAM and exported is bit-identical to an uninterrupted run."""
 

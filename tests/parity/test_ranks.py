@@ -242,8 +242,8 @@ def alone(folder: Path) -> dict[str, list[RankResult]]:
     return by_case(1, folder)
 
 
-#: The only case that CI runs on two hosts. Its layouts have parts, and its homes differ between ranks. CI runs the other
-#: cases with three ranks of one host.
+#: The only case that CI runs on two hosts. Its layouts have parts, and its homes differ between ranks. CI runs the
+#: other cases on one host with three ranks.
 ON_HOSTS = "tied, bf16, dropout, noise"
 
 

@@ -208,6 +208,7 @@ def test_resume_with_updates_in_the_backward_is_bit_identical(optimizer: str, ti
     assert set(done.state) == durable, "a checkpoint has no gradient"
 
 
+@pytest.mark.slow
 def test_stop_during_updates_resumes_from_the_last_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

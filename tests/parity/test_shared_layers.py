@@ -27,6 +27,7 @@ def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_tokenizer(folder)
 
 
+@pytest.mark.slow
 def test_recompute_inputs_are_planned_together(zamba: Path, tmp_path: Path) -> None:
     """The attention block reads both the embeddings and the hidden states. The planned minimum must include both."""
     text = config_text(tmp_path, zamba, nvme=0, training='recompute = "full"')

@@ -172,6 +172,7 @@ def test_delayed_links_do_not_change_results_or_traffic(
         run_config(text, tmp_path / str(number), num_steps=3).assert_as_planned()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_each_step_reports_the_bytes_it_uses(
     has_gpu: bool, models: dict[str, Path], tmp_path: Path, delayed_links: None
@@ -223,6 +224,7 @@ def test_pending_writes_from_loading_are_not_counted_in_the_run(
     assert 0 < num_loading_jobs < num_jobs
 
 
+@pytest.mark.slow
 def test_traffic_between_checkpoints_is_planned(models: dict[str, Path], tmp_path: Path, delayed_links: None) -> None:
     """Steps between two checkpoints are planned like a run: no fetch overtakes the updates before a checkpoint."""
     least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))

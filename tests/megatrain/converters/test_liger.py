@@ -140,6 +140,7 @@ def refuse(model: object) -> None:
     raise UnsupportedModelError("model.use_liger_kernel = true", "no kernels for it")
 
 
+@pytest.mark.slow  # tests/megatrain/engine/test_flash.py has the same test
 @pytest.mark.usefixtures("liger")
 def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start decides whether a run uses the kernels. A resumed run keeps this choice or fails."""

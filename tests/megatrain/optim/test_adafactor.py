@@ -84,7 +84,7 @@ def check_against_reference(
         assert same_bits(master_of(blocks), expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1 << 32),
     palette=st.sampled_from(["normal", "finite", "everything"]),

@@ -270,6 +270,7 @@ def test_interpreted_norms_have_the_host_s_bits(
     assert_norms_match_host((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")
 
 
+@pytest.mark.slow
 def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
     interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def _recount(model: Any, rows: list[dict[str, Any]], evaluation: dict[str, Any])
     assert evaluation["loss"] == pytest.approx(float(own), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from peft
 def test_adapters_and_the_new_head_are_trained_and_open_in_peft(folder: Path) -> None:
     peft = pytest.importorskip("peft")
