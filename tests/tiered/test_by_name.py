@@ -239,7 +239,8 @@ def test_stream_prefetches_as_far_as_space_allows(mode: Any, tmp_path: Path) -> 
                 lease.tensor.add_(100)
         window = store.stats() - before
         assert window.links["nvme->ram"].num_bytes == num_blocks * block_bytes
-        assert window.prefetch_wasted == 0 and window.prefetch_on_time == num_blocks - 1
+        assert window.prefetch_wasted == 0
+        assert window.prefetch_on_time in (num_blocks - 1, num_blocks)  # the first block may also arrive in time
         assert store[keys[-1]][0] == num_blocks - 1 + (100 if mode == "rw" else 0)
 
 
