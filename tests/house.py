@@ -125,7 +125,12 @@ class Source:
 
     @functools.cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text, filename=str(self.path))
+        return prose.parse(self.text)
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree. Walking through the trees again in each test would take seconds."""
+        return tuple(ast.walk(self.tree))
 
 
 def read_sources() -> list[Source]:
@@ -168,7 +173,7 @@ def module_of(name: str) -> str:
 def imports(source: Source, with_typing: bool = True) -> Iterator[tuple[int, str]]:
     """Yield (line, absolute module name) of every import, including imports inside functions."""
     skipped = set() if with_typing else nodes_under_type_checking(source.tree)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -313,7 +318,7 @@ def schema_importers() -> set[str]:
     return {
         source.module
         for source in SOURCES
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ImportFrom)
         and (node.module == "megatrain.config.schema" or any(alias.name == "RunConfig" for alias in node.names))
     }
@@ -340,7 +345,7 @@ def vague_entries() -> tuple[int, int]:
     """Return how many Args and Attributes entries begin with a vague word, and the total number of entries."""
     vague = total = 0
     for source in SOURCES:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 for section in re.split(r"^(?:Args|Attributes):$", ast.get_docstring(node) or "", flags=re.M)[1:]:
                     entries = re.findall(r"^ {4}\*{0,2}\w+: (.*)$", section.split("\n\n")[0], flags=re.M)
@@ -423,7 +428,7 @@ def bounded() -> dict[str, dict[str, int]]:
     rank_tests = sum(len(re.findall(r"\bis_(?:single|first)\b", source.text)) for source in SOURCES)
     one_sided: Counter[str] = Counter()
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        count = sum(1 for _ in one_sided_figures(ast.parse(path.read_text(encoding="utf-8"))))
+        count = sum(1 for _ in one_sided_figures(prose.parse(path.read_text(encoding="utf-8"))))
         one_sided["/".join(path.relative_to(ROOT).parts[:2])] += count
     stems = Counter(source.path.stem for source in SOURCES if source.path.stem not in ("__init__", "__main__", "table"))
     return {

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -51,12 +52,18 @@ def _markdown(text: str) -> Iterator[tuple[int, str]]:
             yield number, re.sub(r"`[^`]*`", "x", line.lstrip("|*-# "))
 
 
+@functools.cache
+def parse(text: str) -> ast.Module:
+    """Parse a Python file. ``tests.house`` reads the same files."""
+    return ast.parse(text)
+
+
 def _python(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) of comments, and of each line in strings of five or more words, such as messages."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#: ")
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) >= 5:
             for number, line in enumerate(node.value.splitlines()):
                 yield node.lineno + number, re.sub(r"`[^`]*`", "x", line.strip())

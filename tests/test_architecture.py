@@ -239,7 +239,7 @@ def test_embed_imports_only_the_listed_engine_names() -> None:
         f"{node.module}.{alias.name}"
         for source in SOURCES
         if source.module.startswith("megatrain.embed")
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatrain.engine")
         for alias in node.names
     }
@@ -391,7 +391,7 @@ def test_keys_of_a_config_are_read_by_the_owners_of_their_tables() -> None:
         f"{source.name}:{node.lineno} {ast.unparse(node)}"
         for source in SOURCES
         if not source.module.startswith(READ_TABLES)
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Attribute) and isinstance(table := node.value, ast.Attribute)
         if table.attr in tables and ast.unparse(table.value).endswith("config")
     ]
@@ -438,7 +438,7 @@ def test_tier_capabilities_are_protocols() -> None:
         f"{source.name}:{node.lineno}"
         for source in SOURCES
         if source.module.startswith("tiered.")
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr")
         or (isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None and is_untyped_tier(node))
     ]
@@ -457,7 +457,7 @@ def test_imports_within_cli_are_relative() -> None:
         f"{source.name}:{node.lineno}"
         for source in SOURCES
         if source.module.startswith("cli.")
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if (isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in own_names)
         or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] in own_names for alias in node.names))
     ]
@@ -473,7 +473,7 @@ def names_used() -> list[tuple[str, int, str]]:
         found += [(source.name, line, name) for line, name in imports(source, with_typing=False)]
         found += [
             (source.name, node.lineno, f"={ast.unparse(node)}")
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, ast.Attribute) and node not in skipped
         ]
     return found
@@ -519,7 +519,7 @@ def test_sources_use_no_pickle_and_no_remote_code() -> None:
     found = []
     for source in SOURCES:
         found += [f"{source.name}:{line} {name}" for line, name in imports(source) if name.split(".")[0] == "pickle"]
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load" and not is_weights_only_load(node):
                 found.append(f"{source.name}:{node.lineno} torch.load")
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and is_true(node.value):
@@ -673,7 +673,7 @@ def test_sections_of_docstrings_have_one_entry_per_line() -> None:
     """Tools such as mkdocstrings and IDEs can then show the entries, and a reader can find a name."""
     found = []
     for source in SOURCES:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 lines = malformed_entries(ast.get_docstring(node) or "", names_in_docstring(node))
                 found += [f"{source.name}:{node.lineno} {node.name}: {line}" for line in lines]

@@ -131,6 +131,7 @@ def test_model_without_text_only_forward_is_refused(run: SavedRun) -> None:
     assert "does not run on text alone" in result.stderr and "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_exported_weights_are_bit_identical_for_any_placement(run: SavedRun) -> None:
     finals = []
     for out, tables in (("ram", {}), ("nvme", {"placement": ON_NVME, "more": NVME})):

@@ -71,6 +71,7 @@ def test_shared_memory_runs_match_a_discrete_gpu(case: str, tiny_model: Path, tm
     assert_shared_memory_run_matches(tiny_model, tmp_path, **CASES[case])
 
 
+@pytest.mark.slow
 def test_updates_without_a_gpu_kernel_run_on_the_host(tiny_model: Path, tmp_path: Path) -> None:
     assert_shared_memory_run_matches(tiny_model, tmp_path, **CASES["updates by the host"])
 

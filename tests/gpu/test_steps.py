@@ -81,6 +81,7 @@ def test_waits_are_allowed_again_after_no_waits_allowed() -> None:
         assert number.item() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["", ALL_RAM], ids=["auto", "all in RAM"])
 def test_memory_is_constant_over_fifty_steps(
     placement: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path

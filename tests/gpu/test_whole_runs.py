@@ -66,6 +66,7 @@ def completed(model: SavedRun, folder: Path, size: str) -> tuple[SavedRun, Any]:
     return run, result(run)
 
 
+@pytest.mark.slow  # test_evaluations_continue_rows_as_on_a_cpu and tests/pairs run the same command
 @pytest.mark.parametrize("size", SIZES)
 def test_losses_and_weights_are_the_same_at_every_size(
     size: str, model: SavedRun, tmp_path: Path, results: dict[str, Any]

@@ -103,6 +103,7 @@ def test_keeping_graphs_of_compiled_layers_is_bit_identical(tiny_model: Path, tm
     assert (kept.losses, kept.grad_norms, kept.digests) == (again.losses, again.grad_norms, again.digests)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns when it compiles its first kernels
 @pytest.mark.parametrize(
     "backend",

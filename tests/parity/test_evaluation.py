@@ -362,6 +362,7 @@ def test_next_evaluation_step_is_known_at_every_step(in_ram: WholeRun) -> None:
     assert [evaluator.next_step(step) for step in range(NUM_STEPS)] == [3, 3, 3, 5, 5]
 
 
+@pytest.mark.slow
 def test_resumed_run_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     """The run stops before a due evaluation, and again a step later. Its log has an evaluation of a lost step."""
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
@@ -383,6 +384,7 @@ def test_interrupted_evaluation_is_completed_on_resume(tiny_model: Path, tmp_pat
     assert logged(done) == logged(in_ram) and done.losses == in_ram.losses and done.weights == in_ram.weights
 
 
+@pytest.mark.slow
 def test_evaluations_and_checkpoints_at_the_same_and_other_steps(
     tiny_model: Path, tmp_path: Path, in_ram: WholeRun
 ) -> None:

@@ -40,6 +40,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "out" / "final" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_its_micro_batch_size(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
 
 
+@pytest.mark.slow
 def test_vocabulary_leased_by_part_is_bit_identical(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     """If any block moves, the head and the embedding lease one part of their weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}

@@ -125,6 +125,7 @@ def test_direct_copies_reduce_the_required_ram(tiny_model: Path, tmp_path: Path,
     result.assert_as_planned()
 
 
+@pytest.mark.slow
 def test_direct_copies_reduce_ram_traffic(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     passed = {}
     for way in ("off", "on"):

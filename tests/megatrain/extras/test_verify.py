@@ -39,6 +39,7 @@ def failed(verdict: VerifyResult) -> set[str]:
     return {check.what.split()[0] for check in verdict.checks if not check.holds}
 
 
+@pytest.mark.slow
 def test_no_difference_on_a_small_llama(tmp_path: Path) -> None:
     messages: list[str] = []
     verdict = verify(None, scratch=tmp_path, on_progress=messages.append)
