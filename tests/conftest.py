@@ -94,9 +94,9 @@ LONG_MATRICES = (
     "tests/tiered/test_posix_link.py::test_blocks_come_back_and_zarr_reads_the_same_bytes",
     "tests/tiered/test_pruning.py",
 )
-#: Folders whose cases are whole runs. `tests/pairs` covers the pairs of their options.
+#: Folders whose cases are whole runs: one in `SHARE_OF_RUNS` runs. `tests/pairs` covers the pairs of their options.
 WHOLE_RUNS = ("tests/parity/", "tests/gpu/")
-SHARE, FEWEST = 17, 2  # SHARE is prime, so that the kept cases have different values of each parameter
+SHARE, SHARE_OF_RUNS, FEWEST = 17, 29, 2  # primes, so that the kept cases have different values of each parameter
 #: Exceptions that run all their cases: fast tests with dissimilar cases, and tests unlike any other test.
 SHORT = (
     "tests/megatrain/embed/test_model_methods.py",
@@ -262,10 +262,11 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
     for group in cases.values():
-        kept = [item for number, item in enumerate(group) if number % SHARE == 0 or item.nodeid.startswith(SHORT)]
+        are_runs = group[0].nodeid.startswith(WHOLE_RUNS)
+        share = SHARE_OF_RUNS if are_runs else SHARE
+        kept = [item for number, item in enumerate(group) if number % share == 0 or item.nodeid.startswith(SHORT)]
         if len(group) >= FEWEST:
-            if not group[0].nodeid.startswith(WHOLE_RUNS):
-                kept += cases_for_uncovered_pairs(group, kept)
+            kept += [] if are_runs else cases_for_uncovered_pairs(group, kept)
             for item in group:
                 if item not in kept:
                     item.add_marker(pytest.mark.slow)

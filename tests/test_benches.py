@@ -407,6 +407,7 @@ def test_a_call_continues_after_failed_lines_and_reports_them(tmp_path: Path) ->
     assert "torch" in (out / "machine.txt").read_text()
 
 
+@pytest.mark.slow  # test_too_large_files_are_not_returned also runs the script
 def test_call_ends_if_the_tiny_model_fails(tmp_path: Path) -> None:
     """numba cannot be imported, and there is no wheel that would fix this."""
     (tmp_path / "numba.py").write_text("raise ImportError('no numba here')")
@@ -415,7 +416,6 @@ def test_call_ends_if_the_tiny_model_fails(tmp_path: Path) -> None:
     assert "gpu.py" not in log and not (out / "gpu.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_too_large_files_are_not_returned(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

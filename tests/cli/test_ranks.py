@@ -173,6 +173,7 @@ def read_run(run: SavedRun) -> tuple[list[tuple[float, float]], bytes, list[dict
     )
 
 
+@pytest.mark.slow  # tests/parity/test_ranks.py has the same test without the command
 @pytest.mark.parametrize(
     ("sizes", "places"),
     [

@@ -66,6 +66,7 @@ def assert_shared_memory_run_matches(model: Path, folder: Path, **tables: str) -
     assert moved == ({"nvme->ram", "ram->nvme"} if "nvme" in tables.get("placement", "") else set())
 
 
+@pytest.mark.slow  # tests/pairs covers shared memory
 @pytest.mark.parametrize("case", CASES)
 def test_shared_memory_runs_match_a_discrete_gpu(case: str, tiny_model: Path, tmp_path: Path) -> None:
     assert_shared_memory_run_matches(tiny_model, tmp_path, **CASES[case])

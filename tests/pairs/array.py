@@ -101,9 +101,10 @@ def cost_of(row: Row) -> int:
 
 
 def is_long(row: Row) -> bool:
-    """Return whether a row takes half a minute or more: Mamba layers compile slowly, and a software device is slow."""
-    is_compiled_mamba = row["model"] == "zamba2" and row["layers"] == "compiled"
-    return is_compiled_mamba or (row["model"] in ("zamba2", "qwen2_5_vl") and row["placement"] in IN_SOFTWARE)
+    """Return whether a row has two slow levels, and so takes half a minute or more."""
+    is_slow_model = row["model"] in ("zamba2", "qwen2_5_vl")
+    is_on_ranks, is_compiled = row["ranks"] != "alone", row["layers"] == "compiled"
+    return is_slow_model + is_on_ranks + is_compiled + (row["placement"] in IN_SOFTWARE) > 1
 
 
 if __name__ == "__main__":

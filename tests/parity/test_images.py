@@ -234,7 +234,7 @@ def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str
 @pytest.mark.parametrize(
     ("family", "images", "size"),
     [
-        pytest.param("qwen2_5_vl", "trained", 2, marks=pytest.mark.slow),  # tests/pairs has images on ranks
+        ("qwen2_5_vl", "trained", 2),
         pytest.param("qwen2_5_vl", "trained", 3, marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", "frozen", 3, marks=pytest.mark.slow),
         pytest.param("llava", "trained", 3, marks=pytest.mark.slow),

@@ -102,6 +102,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow  # tests/pairs covers parts
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_parts_are_bit_identical_and_move_as_planned(
     name: str,

@@ -56,7 +56,7 @@ def traced(vocab_size: int, *, has_parts: bool) -> tuple[ModelGraph, VisitTrace]
         if has_parts:
             patch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
         graph = build_graph(tiny_config("llama", num_hidden_layers=1, tied=True, vocab_size=vocab_size))
-    head: dict[str, Any] = {"head_rows": 4, "head_columns": 32} if has_parts else {}
+    head: dict[str, Any] = {"head_rows": 4, "head_columns": 512} if has_parts else {}
     return graph, trace_visits(graph, 2, 8, torch.float32, **head)
 
 

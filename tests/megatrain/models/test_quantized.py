@@ -67,6 +67,7 @@ def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
     assert others and all(run.digests[key] == plain.digests[key] for key in others)
 
 
+@pytest.mark.slow  # tests/gpu/test_quantized.py is similar
 @pytest.mark.parametrize(
     ("method", "places"),
     [
