@@ -135,12 +135,7 @@ SHORT = (
 #: Benches that `test_rows` marks as slow. Other tests in test_benches.py also run them or their parts.
 LONG_BENCHES = (
     "process_memory",
-    "memory_over_time",
-    "checkpoint",
-    "score",
-    "export",
     "optimizer",
-    "step_bytes",
     "large",
     "plan_accuracy",
     "activations",

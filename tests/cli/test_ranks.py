@@ -176,12 +176,8 @@ def read_run(run: SavedRun) -> tuple[list[tuple[float, float]], bytes, list[dict
 @pytest.mark.slow  # tests/parity/test_ranks.py has the same test without the command
 @pytest.mark.parametrize(
     ("sizes", "places"),
-    [
-        ((1, 2, 3), ()),
-        pytest.param((1, 2, 3, 4), DRIVES, marks=pytest.mark.slow),
-        pytest.param((4,), (), marks=pytest.mark.slow),
-    ],
-    ids=["ram", "drives", "ram, 4"],
+    [((1, 2, 3, 4), ()), ((1, 2, 3, 4), DRIVES)],
+    ids=["ram", "drives"],
 )
 def test_runs_are_bitwise_equal_for_any_world_size(
     made: SavedRun, tmp_path: Path, sizes: Sequence[int], places: Sequence[str]
@@ -353,7 +349,7 @@ def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 2, 3)])
 def test_early_stopping_and_best_checkpoint_apply_to_all_ranks(
     made: SavedRun, tmp_path: Path, worlds: Sequence[int]
 ) -> None:

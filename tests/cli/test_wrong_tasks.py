@@ -77,7 +77,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
             "evaluation.predict_with_generate=true",
         ),
         2,
-        "evaluation.max_new_tokens = 64, but the longest prompt of an evaluation has",
+        "evaluation.max_new_tokens = 64, but the longest prompt of an evaluation has 16 tokens, and the model has only "
+        "64 positions. Use at most 48",
     ),
     "samples with images": (
         "run",

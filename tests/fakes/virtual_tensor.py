@@ -157,11 +157,9 @@ class ReusedMemory:
     def record_freed_memory(self, allocation: Allocation) -> None:
         """Record which queued work still uses memory that is being freed."""
         nbytes = allocation.nbytes
-        own, others = (
-            self._own_uses.setdefault(allocation.stream, []),
-            self._other_uses.setdefault(allocation.stream, {}),
-        )
         with self._lock:
+            own = self._own_uses.setdefault(allocation.stream, [])
+            others = self._other_uses.setdefault(allocation.stream, {})
             for stream, stop in allocation.uses.items():
                 if stream in allocation.recorded:
                     continue

@@ -81,7 +81,6 @@ def test_waits_are_allowed_again_after_no_waits_allowed() -> None:
         assert number.item() == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["", ALL_RAM], ids=["auto", "all in RAM"])
 def test_memory_is_constant_over_fifty_steps(
     placement: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
@@ -123,19 +122,11 @@ def test_buffers_are_dropped_within_steps_only_if_memory_is_tight(
 @pytest.mark.parametrize(
     ("part", "layers", "gpu", "ram"),
     [
-        (
-            "20b_nvme+full_recompute+eager",
-            8,
-            "32MiB",
-            "36MiB",
-        ),  # without separate buffers, copies drop seven RAM slabs in every step
-        pytest.param("7b_64k_equal", 28, "110MiB", "113MiB", marks=pytest.mark.slow),
-        pytest.param(
-            "14b+full_recompute+eager", 48, "124MiB", "113MiB", marks=pytest.mark.slow
-        ),  # without separate buffers, copies drop three GPU buffers in every step
-        pytest.param(
-            "20b_nvme+full_recompute+eager", 38, "126MiB", "113MiB", marks=pytest.mark.slow
-        ),  # without separate buffers, copies drop seventeen RAM slabs in every step
+        # The numbers of dropped buffers per step are those without separate buffers for copies.
+        ("20b_nvme+full_recompute+eager", 8, "32MiB", "36MiB"),  # seven RAM slabs
+        ("7b_64k_equal", 28, "110MiB", "113MiB"),
+        ("14b+full_recompute+eager", 48, "124MiB", "113MiB"),  # three GPU buffers
+        ("20b_nvme+full_recompute+eager", 38, "126MiB", "113MiB"),  # seventeen RAM slabs
     ],
 )
 def test_steps_with_bench_shapes_allocate_nothing(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:

@@ -109,10 +109,7 @@ def test_keeping_graphs_of_compiled_layers_is_bit_identical(tiny_model: Path, tm
     "backend",
     [
         "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")],
-        ),
+        pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")),
     ],
 )
 def test_compiled_layers_save_no_more_bytes_than_traced(backend: str) -> None:

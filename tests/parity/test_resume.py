@@ -156,7 +156,6 @@ def test_low_precision_moments_resume_only_in_their_dtype(state_dtype: str, tiny
     train(tmp_path / "w", tiny_model, PARTLY_ON_GPU, **tables).assert_same(whole)
 
 
-@pytest.mark.slow
 def test_data_order_and_learning_rate_resume_across_epochs(tiny_model: Path, tmp_path: Path) -> None:
     """An epoch has four steps, and the learning rate changes in every step."""
     changes = {
@@ -208,7 +207,6 @@ def test_resume_with_updates_in_the_backward_is_bit_identical(optimizer: str, ti
     assert set(done.state) == durable, "a checkpoint has no gradient"
 
 
-@pytest.mark.slow
 def test_stop_during_updates_resumes_from_the_last_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from tiered import (
     CapacityError,
     CopyState,
     CorruptBlockError,
+    GpuTier,
     KiB,
     LeaseError,
     MiB,
@@ -104,6 +105,19 @@ def test_row_reads_transfer_no_block(shape: tuple[int, ...], verify: Verify, tmp
         store.put("number", torch.tensor(1.0))
         with pytest.raises(ValueError, match="no rows"):
             store.read_rows("number", 0, 1)
+
+
+def test_put_replaces_the_newest_copy_where_it_is() -> None:
+    """Only the GPU tier has the newest contents, so `put` writes there and moves nothing."""
+    with TieredStore([GpuTier(MiB, device="cpu"), RamTier(MiB, pin_memory=False)]) as store:
+        store.put("a", numbers(10), home="ram")
+        with store.acquire("a", "gpu", "rw") as lease:
+            lease.tensor.zero_()
+        before = store.stats()
+        store.put("a", numbers(10) + 1)
+        assert store.where("a") == {"gpu": CopyState.DIRTY, "ram": CopyState.STALE}
+        assert not any(link.num_bytes for link in (store.stats() - before).links.values())
+        assert torch.equal(store["a"], numbers(10) + 1)
 
 
 def test_writer_waits_for_a_row_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.in_place import FolderSource, frozen_blocks
+from megatrain.models.int4 import find_int4
 from megatrain.models.load import open_loader
 from megatrain.models.quantized import decode, find_decoders
 from megatrain.models.table import LoraConfig
@@ -161,6 +163,21 @@ def test_int4_is_decoded_as_compressed_tensors_did(tmp_path: Path) -> None:
             assert torch.equal(decode(decoder, first, count, folder.read_stored), flat[first : first + count]), case
 
 
+def test_last_int4_group_of_a_row_can_be_shorter() -> None:
+    """A row of 40 numbers has five words, and three groups of 16, 16 and 8 numbers."""
+    shapes = {"a_packed": ((2, 5), "I32"), "a_scale": ((2, 3), "F32"), "a_shape": ((2,), "I64")}
+    table = {
+        **METHODS["int4"].table,
+        "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}},
+    }
+    decoder = find_int4(shapes, table, lambda *_: torch.tensor([2, 40]).view(torch.uint8))["a"]
+    assert decoder.spans(0, 80) == (range(40), range(24))
+    assert decoder.spans(40, 40) == (range(20, 40), range(12, 24))
+    packed = torch.full((20,), 0x99, dtype=torch.uint8)  # all numbers are 9, which stands for 1
+    scales = torch.tensor([2.0, 3.0, 5.0]).view(torch.uint8)
+    assert decoder.numbers(40, 40, (packed, scales)).tolist() == [2.0] * 16 + [3.0] * 16 + [5.0] * 8
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -261,7 +278,7 @@ def test_expert_parts_match_the_plain_folder(
     layouts = [each for each in graph.layouts.values() if any(entry.part_of for entry in each.entries)]
     blocks = frozen_blocks(open_loader(quantized, graph), layouts, torch.float32)
     source, loader = FolderSource(blocks, torch.float32), open_loader(plain, graph)
-    num_packed = 0
+    num_packed, num_bytes = 0, Counter[str]()
     for layout in layouts:
         filled = torch.zeros(layout.num_elements)
         with graph.plain_model():
@@ -274,8 +291,11 @@ def test_expert_parts_match_the_plain_folder(
         if block.packing is not None:
             block.packing.decode(packed, read)
             num_packed += 1
+            for name, span in block.packing.byte_ranges:
+                num_bytes[name] += len(span)
         assert torch.equal(read, filled) and filled.any(), layout.name
     assert 2 < num_packed <= 8
+    assert num_bytes == {name: tensors[name].nbytes for name in num_bytes}, "each byte is in one part"
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8 experts", "int4 experts"])
