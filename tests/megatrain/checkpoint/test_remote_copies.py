@@ -31,8 +31,9 @@ from processes import saved_run
 from processes.golden import unpack
 from processes.rank_runs import launch
 from processes.saved_run import NVME, ON_NVME, SavedRun, end
-from tiered import GenerationReader, format_size
+from tiered import CorruptBlockError, GenerationReader, MiB, RamTier, TieredStore, format_size
 from tiered.durable.manifest import Manifest, list_generations, write_manifest
+from tiered.locks import lock_directory
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
 
@@ -605,6 +606,20 @@ def test_only_known_files_enter_the_folder_of_a_run(tmp_path: Path) -> None:
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {"reference/ab.safetensors", "metrics.jsonl", "trackers.json"}
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "mine"
+
+
+def test_damaged_download_leaves_the_folder_of_generations_unlocked(tmp_path: Path) -> None:
+    """A caller that keeps the error, and with it the frames of the failed import, can use the folder."""
+    with TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path / "got")) as store:
+        store.put("a", torch.ones(1000))
+        store.commit({"step": 2}).wait(60)
+    (chunk,) = (tmp_path / "got").glob("snap/*/a/c/0")
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    copy = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 1, 1, "0"),), copied("1"))
+    with pytest.raises(CorruptBlockError) as kept:
+        copy_transfer._import_generations(copy, tmp_path / "got", tmp_path / "out")
+    lock_directory(tmp_path / "out").release()
+    assert kept.value.key == "a"
 
 
 def test_a_secret_in_an_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
