@@ -402,12 +402,12 @@ class VirtualCuda(LazyDevice):
         self.note_use(args, kwargs, into)
         if func in _CUBLAS_PRODUCTS:
             self._check_cublas()
-        args, kwargs = memories(args), memories(kwargs)
+        args, kwargs = memories(args), on_host(memories(kwargs))
         targets = [target.memory for target in into]
         seed = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None
 
         def kernel() -> None:
-            result = self._run(func, args, kwargs, seed)
+            result = _call(func, args, kwargs, seed)
             if targets:
                 found = [value for value in leaves(result) if isinstance(value, Tensor)]
                 for target, value in zip(targets, found, strict=True):
@@ -415,16 +415,9 @@ class VirtualCuda(LazyDevice):
 
         self.launch(without_modes(kernel))
 
-    def _run(self, func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
-            args, kwargs = memories(args), on_host(memories(kwargs))
-            if func is aten.histc.default and not args[0].is_floating_point():  # the CPU kernel accepts only floats
-                return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
-            if seed is None:
-                return func(*args, **kwargs)
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                return func(*args, **kwargs)
+            return _call(func, memories(args), on_host(memories(kwargs)))
 
     def _wrap_new(self, result: Any) -> Any:
         return map_leaves(lambda made: self.tensor(made) if isinstance(made, Tensor) else made, result)
@@ -471,6 +464,17 @@ class VirtualCuda(LazyDevice):
             return made
         self._copy(host, source, non_blocking)
         return host
+
+
+def _call(func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
+    """Run an operation on host tensors, with a seeded generator if ``seed`` is given."""
+    if func is aten.histc.default and not args[0].is_floating_point():  # the CPU kernel accepts only floats
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    if seed is None:
+        return func(*args, **kwargs)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return func(*args, **kwargs)
 
 
 class _TimedEvent(LazyEvent):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,23 +199,25 @@ class ReusedMemory:
             allocation.uses[stream] = len(stream.work) + 1
 
 
+_SEQUENCES = (tuple, list)
+
+
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply ``change`` to all leaves of nested tuples, lists and dicts. torch's pytree functions are too slow."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, _SEQUENCES):
         return type(value)([map_leaves(change, item) for item in value])
     if isinstance(value, dict):
         return {name: map_leaves(change, item) for name, item in value.items()}
     return change(value)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, dict):
-        yield from leaves(tuple(value.values()))
-    else:
-        yield value
+def leaves(value: Any) -> Sequence[Any]:
+    """Return the leaves of nested tuples, lists and dicts."""
+    if isinstance(value, _SEQUENCES):
+        return [leaf for item in value for leaf in leaves(item)]
+    if isinstance(value, dict):
+        return leaves(tuple(value.values()))
+    return (value,)
 
 
 def is_ours(device: Any) -> bool:

@@ -94,6 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
         "num_key_value_heads": 4,
         "num_mem_blocks": 1,
+        "chunk_size": 8,
         "mamba_d_state": 8,
         "n_mamba_heads": 4,
         "mamba_ngroups": 1,

@@ -40,8 +40,9 @@ from megatrain.plan import traced
 FOLDER = "KEPT_TRACES"
 #: Trace by key, with the globals whose addresses are in the key. Holding the globals keeps the addresses unique.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
-#: Packages whose globals affect traces.
+#: Packages whose globals affect traces, and a module with large tables that do not.
 _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
+_OTHER = "megatrain.base.other_tools"
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def _written(value: Any) -> str:
     """Return a string that identifies a value in every process. Raise ``_ReplacedError`` if that is impossible."""
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(map(_written, value.items())))}}}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_written, value))})"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_written, value)))}}}"
@@ -141,10 +142,15 @@ def _name_of(value: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Return arguments as text. Tensors are written in full, because ``repr`` would shorten them."""
-    text = repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype, tensor.tolist()), given))
+    """Return arguments as text. A digest replaces the values of tensors, because ``repr`` would shorten them."""
+    text = repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype, _digest(tensor)), given))
     assert " at 0x" not in text, f"something else may be at an address later: {text}"
     return text
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy()).hexdigest()
 
 
 def _of_model(graph: ModelGraph) -> str:
@@ -176,7 +182,7 @@ def _modules() -> Sequence[str]:
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    return sorted(set(names) & sys.modules.keys())
+    return sorted(set(names) & sys.modules.keys() - {_OTHER})
 
 
 def _of_torch() -> Iterator[Any]:
