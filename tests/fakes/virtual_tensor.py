@@ -199,12 +199,9 @@ class ReusedMemory:
             allocation.uses[stream] = len(stream.work) + 1
 
 
-_SEQUENCES = (tuple, list)  # `tuple | list` in a check would make a new union at each call
-
-
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply ``change`` to all leaves of nested tuples, lists and dicts. torch's pytree functions are too slow."""
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, tuple | list):
         return type(value)([map_leaves(change, item) for item in value])
     if isinstance(value, dict):
         return {name: map_leaves(change, item) for name, item in value.items()}
@@ -213,7 +210,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> Sequence[Any]:
     """Return the leaves of nested tuples, lists and dicts."""
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, tuple | list):
         return [leaf for item in value for leaf in leaves(item)]
     if isinstance(value, dict):
         return leaves(tuple(value.values()))

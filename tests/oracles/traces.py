@@ -40,7 +40,7 @@ from megatrain.plan import traced
 FOLDER = "KEPT_TRACES"
 #: Trace by key, with the globals whose addresses are in the key. Holding the globals keeps the addresses unique.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
-#: Packages whose globals affect traces, and a module with large tables that do not.
+#: Packages whose globals affect traces, except a module with large tables for the import of other tools' configs.
 _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
 _OTHER = "megatrain.base.other_tools"
 
@@ -115,7 +115,7 @@ def _written(value: Any) -> str:
     """Return a string that identifies a value in every process. Raise ``_ReplacedError`` if that is impossible."""
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(map(_written, value.items())))}}}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return f"({', '.join(map(_written, value))})"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_written, value)))}}}"
