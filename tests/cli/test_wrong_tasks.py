@@ -116,6 +116,9 @@ def test_generate_rejects_unusable_prompts_and_models(made: SavedRun, monkeypatc
         assert "Traceback" not in result.output
     random = made.call("score", made.write_config(), "--dry-run", "--set", "model.train_from_scratch=true")
     assert random.exit_code == 0, "a plan needs no weights: " + random.output
+    words = ("--dry-run", "--json", "--set", "model.train_from_scratch=true")
+    plan = json.loads(made.call("score", made.write_config(), *words).stdout)
+    assert plan["fits"] and "ram" in plan["budgets"]
 
 
 def test_a_damaged_row_of_preferences_is_named(made: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fakes.virtual_cuda import VirtualCuda
+from megatrain.engine.device.host_io import Staging
 from tiered import MiB
 from tiered.tiers import ram as slab_module
 from tiered.tiers.ram import HostSlab
@@ -27,3 +28,11 @@ def test_slab_with_a_lost_page_lock_closes(virtual: VirtualCuda | None, caplog: 
     assert not slab.is_pinned
     assert "unpinning memory" in caplog.text
     assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_micro_batches_are_staged_in_page_locked_memory(virtual: VirtualCuda | None) -> None:
+    staging = Staging(torch.device("cuda"))
+    ids = torch.arange(5)
+    assert torch.equal(staging.upload({"ids": ids})["ids"].cpu(), ids)
+    assert staging._slab is not None and staging._slab.is_pinned
+    staging._slab.close()

@@ -68,6 +68,14 @@ def test_a_failure_before_the_ranks_meet_is_reported(
     there.close()
 
 
+def test_a_rank_that_ended_normally_is_not_missed(exits: list[int]) -> None:
+    store, group = HashStore(), RankGroup(World(1, 2, 1, 2, "here", 1))
+    group._watcher = Watcher(group.world, store, timeout_s=60.0)
+    with pytest.raises(Exited):
+        group.end(0)
+    assert store.check(["gone/1"]) and exits == [0]
+
+
 def test_settings_of_processes_are_checked_when_ranks_join() -> None:
     group = RankGroup(World.local(1, 4, num_hosts=2))
     group._watcher = watcher = Watcher(group.world, HashStore(), timeout_s=60.0)

@@ -24,6 +24,7 @@ from megatrain.base.errors import ConfigError
 from megatrain.config.resolved import config_from_toml, to_toml
 from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import build_graph
+from megatrain.models.task_head import TaskHead
 from megatrain_tier_cli.main import command_group
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
@@ -239,3 +240,9 @@ def test_a_run_of_an_ended_task_is_refused(folder: Path) -> None:
         config_from_toml(old)
     assert "megatrain.hf.offloaded(Trainer)" in str(caught.value) and "newer" not in str(caught.value)
     assert config_from_toml(text + '[classify]\nlevel = "sequence"\nlabels = []\n') == config, "as other tasks wrote it"
+
+
+def test_tensors_of_other_heads_are_excluded_by_name() -> None:
+    head = TaskHead(r"^score\.", r"^(lm_head|cls)\.")
+    names = ("lm_head.weight", "cls.bias", "model.lm_head.weight", "score.weight")
+    assert [name for name in names if head.is_excluded(name)] == ["lm_head.weight", "cls.bias"]
