@@ -12,8 +12,8 @@ run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM ti
 	$(BIN)/python examples/fetch_smollm2.py
 	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
 
-test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores; a costly test runs every fourth day
+	$(BIN)/python -m pytest -n 2 --dist worksteal --today $(ARGS)
 
 # For development
 

@@ -24,8 +24,9 @@ if "KEPT_TRACES" not in os.environ:
     os.environ["KEPT_TRACES"] = tempfile.mkdtemp(prefix="megatrain-tier-traces-")
     atexit.register(shutil.rmtree, os.environ["KEPT_TRACES"], ignore_errors=True)
 
-# This seed selects the rows of tests/pairs that run. It is set once, so that all processes agree even after midnight.
-os.environ.setdefault("PAIRS_SEED", datetime.datetime.now(datetime.UTC).date().isoformat())
+# The day selects the rows of tests/pairs and, with `--today`, the costly tests that run. It is set once, so that all
+# processes agree even after midnight.
+os.environ.setdefault("TEST_DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,12 @@ LONG_BENCHES = (
 )
 
 
+#: Tests that take 0.8 s or more on a slow processor, one per line, found with `--durations=0 --durations-min=0.8`.
+#: With `--today`, each of them runs only every `DAYS` days. Neighboring lines are of the same file, so that each day
+#: has tests of every kind. Left out are a few tests of basic laws, which run every day: one run in each placement,
+#: a run next to plain PyTorch, and the direction of imports.
+COSTLY, DAYS = Path(__file__).with_name("costly_tests.txt"), 4
+
 #: Files with tests that take half a minute or more. If they ran last, the other workers would be idle.
 FIRST = (
     "tests/faults/test_kills.py",
@@ -174,9 +181,13 @@ TRACED_ANEW = (
 _FILE = pytest.StashKey[Path]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--today", action="store_true", help="leave out the costly tests of other days")
+
+
 def pytest_report_header() -> str:
-    """Return the seed that selects today's rows of ``tests/pairs``."""
-    return f"tests/pairs: PAIRS_SEED={os.environ['PAIRS_SEED']}"
+    """Return the day, which selects the rows of ``tests/pairs`` and the costly tests."""
+    return f"TEST_DAY={os.environ['TEST_DAY']}"
 
 
 @pytest.fixture
@@ -231,8 +242,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_long_matrices(items)
+    if config.getoption("--today"):
+        mark_costly_tests(items, int(os.environ["TEST_DAY"]))
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))  # a stable sort keeps files together
     if torch.cuda.is_available():
         return
@@ -243,6 +256,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+
+
+def mark_costly_tests(items: list[pytest.Item], day: int) -> None:
+    """Mark the costly tests of other days as slow."""
+    costly = COSTLY.read_text(encoding="utf-8").splitlines()
+    others = {name for number, name in enumerate(costly) if (number - day) % DAYS}
+    for item in items:
+        if item.nodeid in others:
+            item.add_marker(pytest.mark.slow)
 
 
 def mark_long_matrices(items: list[pytest.Item]) -> None:

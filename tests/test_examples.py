@@ -57,6 +57,11 @@ def test_tiny_example_trains_and_its_final_folder_loads(tmp_path: Path) -> None:
     check_folder(tmp_path / "outputs/tiny/final")
     said = run_example("outputs/tiny/final", tmp_path, "-p", "Call me", "--max-new-tokens", "4", command="generate")
     assert said.returncode == 0 and json.loads(said.stdout)["prompt"] == "Call me", said.stdout + said.stderr
+
+
+def test_a_teacher_scores_rows_and_its_student_trains(tmp_path: Path) -> None:
+    teacher = run_example("01_tiny.toml", tmp_path, "--max-steps", "6")
+    assert teacher.returncode == 0, teacher.stdout + teacher.stderr
     scored = run_example("05_teacher.toml", tmp_path, "--json", command="score")
     assert scored.returncode == 0, scored.stdout + scored.stderr
     summary = json.loads(scored.stdout.splitlines()[-1])

@@ -1,13 +1,14 @@
-"""The selection of the cases in long test matrices that run without `-m slow`."""
+"""The selection of the tests that run without `-m slow`: cases of long matrices, and costly tests of a day."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import FEWEST, SHARE, mark_long_matrices
+from conftest import COSTLY, DAYS, FEWEST, SHARE, mark_costly_tests, mark_long_matrices
 
 
 class _Item(SimpleNamespace):
@@ -49,3 +50,24 @@ def test_sampling_keeps_every_pair_of_options_except_in_whole_runs(folder: str, 
     pairs = set(itertools.product((0.0, 0.1), (0.0, 1e-4)))
     assert found == (pairs if keeps_pairs else {(0.0, 0.0)})
     assert len(left) == len(found), "no more cases than the pairs need"
+
+
+def test_each_costly_test_runs_on_one_of_the_days() -> None:
+    names, other = COSTLY.read_text(encoding="utf-8").splitlines(), "tests/test_it.py::test_it"
+    days = []
+    for day in range(739_000, 739_000 + DAYS):
+        items = [_Item(nodeid=name, marks=[]) for name in (*names, other)]
+        mark_costly_tests(items, day)  # type: ignore[arg-type]
+        days.append([item.nodeid for item in items if "slow" not in item.marks])
+    assert sorted(itertools.chain(*days)) == sorted([*names, *DAYS * [other]])
+    assert max(map(len, days)) - min(map(len, days)) <= 1
+
+
+def test_costly_tests_exist() -> None:
+    """A renamed test would silently run every day."""
+    names = COSTLY.read_text(encoding="utf-8").splitlines()
+    assert names == sorted(set(names))
+    for name in names:
+        file, _, test = name.partition("::")
+        words = test.partition("[")[0].split("::")
+        assert words[0] in (Path(__file__).parents[1] / file).read_text(encoding="utf-8"), name

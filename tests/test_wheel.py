@@ -7,7 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +15,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EVERYWHERE = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+PIP = (sys.executable, "-m", "pip")
 
 
-def call(words: list[object], folder: Path) -> str:
+def call(words: Sequence[object], folder: Path, **environment: str) -> str:
     result = subprocess.run(
-        [str(word) for word in words], cwd=folder, env=EVERYWHERE, capture_output=True, text=True, timeout=1200
+        [str(word) for word in words],
+        cwd=folder,
+        env=EVERYWHERE | environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -33,13 +39,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in filter(None, tracked.split("\0")):
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
-    maker = folder / "maker"
-    venv.create(maker, with_pip=True)
-    call([maker / "bin/pip", "install", "-q", "setuptools>=77", "wheel"], folder)
+    maker = str(folder / "maker")
+    call([*PIP, "install", "-q", "--target", maker, "setuptools>=77", "wheel"], folder)
     make = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    call([maker / "bin/python", "-c", make, folder], folder / "source")
+    call([sys.executable, "-c", make, folder], folder / "source", PYTHONPATH=maker)
     (sdist,) = folder.glob("*.tar.gz")
-    call([maker / "bin/pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, sdist], folder)
+    wheel = [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, sdist]
+    call(wheel, folder, PYTHONPATH=maker)
     return folder
 
 
@@ -49,15 +55,15 @@ def installed(built: Path, folder: Path, *, is_empty: bool) -> Path:
     If ``is_empty``, pip installs the wheel with its dependencies, and then replaces it by the sdist. Otherwise, the
     environment uses the packages of this interpreter.
     """
-    venv.create(folder / "env", with_pip=True)
-    pip = folder / "env/bin/pip"
+    venv.create(folder / "env")
+    install = [*PIP, "--python", folder / "env/bin/python", "install", "-q"]
     (wheel,) = built.glob("*.whl")
     if is_empty:
-        call([pip, "install", "-q", "-c", ROOT / "constraints.txt", wheel], folder)
+        call([*install, "-c", ROOT / "constraints.txt", wheel], folder)
         (sdist,) = built.glob("*.tar.gz")
-        call([pip, "install", "-q", "--no-deps", "--force-reinstall", sdist], folder)
+        call([*install, "--no-deps", "--force-reinstall", sdist], folder)
         return folder / "env/bin"
-    call([pip, "install", "-q", "--no-deps", wheel], folder)
+    call([*install, "--no-deps", wheel], folder)
     (site,) = (folder / "env/lib").glob("python*/site-packages")
     # Python ignores .pth files in folders that a .pth file adds. This hides the editable install of this checkout.
     places = {path for path in sys.path if path.endswith("site-packages")} | {sysconfig.get_path("purelib")}

@@ -108,11 +108,11 @@ def record(arguments: argparse.Namespace) -> int:
         "MUTANTS_TESTS": str(ROOT / "tests"),
         "PYTHONPATH": str(Path(__file__).with_name("at_start")),
     }
-    environment.setdefault("PAIRS_SEED", "mutants")
-    head = {"head": _head(), "seed": environment["PAIRS_SEED"], "count": arguments.count}
+    environment.setdefault("TEST_DAY", "0")
+    head = {"head": _head(), "day": environment["TEST_DAY"], "count": arguments.count}
     (folder / "head.json").write_text(json.dumps(head))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants.recording", "-o", "timeout=900"]
-    command += ["-n", str(arguments.workers), "--dist", "worksteal", *arguments.pytest]
+    command += ["-n", str(arguments.workers), "--dist", "worksteal", "--today", *arguments.pytest]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
@@ -131,7 +131,7 @@ def sample(arguments: argparse.Namespace) -> int:
     if head["head"] != _head():
         print(f"recorded at {head['head'][:12]}, and files have changed: record again", file=sys.stderr)
         return 2
-    os.environ["PAIRS_SEED"] = head["seed"]
+    os.environ["TEST_DAY"] = head["day"]
     recorded = recording.read(folder)
     executed = [_with_tests(each, recorded) for each in draw(arguments.seed, DRAWN_PER_COUNTED * head["count"])]
     chosen = [each for each in executed if each.tests][: head["count"]]

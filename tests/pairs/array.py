@@ -12,13 +12,15 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
 from pairs.factors import EXCLUSIONS, FACTORS, IN_SOFTWARE, Row, is_excluded
 
 FILE = Path(__file__).with_name("rows.jsonl")
+#: Largest cost of a row that runs without `-m slow`, and of all such rows of a day; see ``cost_of``.
+MOST_COST_OF_A_ROW, COST_OF_A_DAY = 4, 14
 
 
 @functools.cache
@@ -80,31 +82,19 @@ def pairs_of(row: Row) -> set[tuple[tuple[str, str], tuple[str, str]]]:
     return set(combinations(((name, row[name]) for name in FACTORS), 2))
 
 
-def chosen(seed: str) -> Sequence[dict[str, str]]:
-    """Return the rows of a day: a random row, plus rows for the levels that it lacks, preferably fast ones."""
-    drawn = [row for row in all_rows() if not is_long(row)]
-    random.Random(seed).shuffle(drawn)
-    found = drawn[:1]
-    missing = {(name, level) for name, levels in FACTORS.items() for level in levels}
-    missing -= {level for row in found for level in row.items()}
-    while missing:
-        row = max(drawn, key=lambda each: len(missing & each.items()) / cost_of(each) ** 0.25)
-        missing -= row.items()
-        found.append(row)
-    return found
+def chosen(day: str) -> Sequence[dict[str, str]]:
+    """Return the rows of a day: random rows, as many as together cost at most ``COST_OF_A_DAY``."""
+    drawn = [row for row in all_rows() if cost_of(row) <= MOST_COST_OF_A_ROW]
+    random.Random(day).shuffle(drawn)
+    costs = accumulate(map(cost_of, drawn))
+    return [row for row, cost in zip(drawn, costs, strict=True) if cost <= COST_OF_A_DAY]
 
 
-def cost_of(row: Row) -> int:
-    """Return the approximate duration of a row, in runs of a small text model in one process on the CPU."""
-    factor = 3 if row["model"] == "zamba2" else 2 if row["model"] == "qwen2_5_vl" else 1
-    return factor * (4 if row["placement"] in IN_SOFTWARE else 1) * (1 if row["ranks"] == "alone" else 2)
-
-
-def is_long(row: Row) -> bool:
-    """Return whether a row has two slow levels, and so takes half a minute or more."""
-    is_slow_model = row["model"] in ("zamba2", "qwen2_5_vl")
-    is_on_ranks, is_compiled = row["ranks"] != "alone", row["layers"] == "compiled"
-    return is_slow_model + is_on_ranks + is_compiled + (row["placement"] in IN_SOFTWARE) > 1
+def cost_of(row: Row) -> float:
+    """Return the approximate duration of a row, in runs of a small dense text model in one process on the CPU."""
+    cost = {"llama": 1, "gpt2": 1, "qwen3_moe": 2, "gpt_oss": 2, "zamba2": 2.5, "qwen2_5_vl": 3}[row["model"]]
+    cost *= 4 if row["placement"] in IN_SOFTWARE else 1
+    return cost * (1 if row["ranks"] == "alone" else 2) * (2 if row["layers"] == "compiled" else 1)
 
 
 if __name__ == "__main__":

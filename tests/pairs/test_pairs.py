@@ -32,7 +32,7 @@ from pairs.runs import RankEnd, Run, train
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(1800)]
 
-_TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
+_TODAY = {name_of(row) for row in chosen(os.environ["TEST_DAY"])}
 
 
 #: First four hex digits of a test name -> cause of a failure that is not fixed yet.
