@@ -421,3 +421,13 @@ def test_kernels_are_not_specialized_on_addresses_or_sizes(kernels: ModuleType) 
     for name in kernels_by_name:
         params = [param for param in getattr(kernels, name).params if not param.is_constexpr]
         assert {param.name for param in params if not param.do_not_specialize} <= floats, name
+
+
+def test_threads_load_16_bytes_if_columns_and_addresses_allow() -> None:
+    vector_size = device_kernels._vector_size
+    assert [vector_size(torch.zeros(2, 24, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)] == [8, 4]
+    assert vector_size(torch.zeros(2, 24), torch.zeros(2, 24, dtype=torch.bfloat16)) == 8
+    assert vector_size(torch.zeros(2, 26)) == 1
+    rows = torch.zeros(8, 16)  # torch aligns memory to 64 bytes
+    assert [device_kernels._is_aligned(rows[:, start:]) for start in (0, 4, 1)] == [True, True, False]
+    assert not device_kernels._is_aligned(torch.zeros(8, 15))

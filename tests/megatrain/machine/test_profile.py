@@ -237,3 +237,16 @@ def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
 )
 def test_unified_memory_reserve_is_a_tenth_within_limits(total_bytes: int, reserve_bytes: int) -> None:
     assert unified_reserve_bytes(total_bytes) == reserve_bytes
+
+
+def test_a_btrfs_is_on_the_disk_of_its_source(tmp_path: Path) -> None:
+    """Other file systems are on the disk with their own device number."""
+    for number in ("1:3", "8:3"):  # /dev/null is 1:3 on every Linux
+        (tmp_path / number).mkdir()
+    found = [
+        file_systems.disk_of(file_systems.FileSystem(device, kind, source, "/"), tmp_path)
+        for device, kind, source in (("0:45", "btrfs", "/dev/null"), ("8:3", "ext4", "/dev/null"))
+    ]
+    assert found == ["1:3", "8:3"]
+    memory = file_systems.FileSystem("0:46", "tmpfs", "tmpfs", "/")
+    assert file_systems.disk_of(memory, tmp_path) == memory.key

@@ -294,3 +294,27 @@ def test_order_and_effort_of_an_examination(
     assert results.drives == ("a drive", "a drive") and results.gds == processors.check_gds()
     age = datetime.now(UTC) - results.measured_at
     assert results.measured_at.microsecond == 0 and 0 <= age.total_seconds() < 60
+
+
+def test_the_time_of_gpu_work_is_read_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_ms = iter([2.0, 8.0] * 50)
+
+    class Event:
+        is_awaited = False
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            self.is_awaited = True
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.is_awaited
+            return next(times_ms)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(processors, "_NUM_COPIES", 3)
+    assert processors._median_s(lambda: None) == 0.002
