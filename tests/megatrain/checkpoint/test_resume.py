@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 
+from megatrain.checkpoint import saver
 from megatrain.checkpoint.inventory import RunInventory, find_checkpoint
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
 from megatrain.config import load_config
@@ -165,3 +169,15 @@ def test_saved_at_the_end_of_every_epoch_and_of_the_run(run: SavedRun) -> None:
     whole = [step for step, epoch in epochs(run.folder / "epochs").items() if epoch == int(epoch)]
     assert len(whole) == 2 and 9 not in whole
     assert saved_steps(run.folder / "epochs") == [*whole, 9]
+
+
+def test_a_save_reports_how_long_training_waited(
+    untrained: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading of the clock is one second later. A save waits twice: to begin the write, and for its end."""
+    clock = SimpleNamespace(perf_counter=itertools.count(100.0).__next__, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(saver, "time", clock)
+    run = untrained.copy(tmp_path / "w")
+    assert run.run(steps=2).exit_code == 0
+    lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["stall_s"] for line in lines if line.get("event") == "checkpoint"] == [2.0]

@@ -74,6 +74,18 @@ def test_tiled_mlps_keep_their_forward() -> None:
     assert "_norm" in repr(layer.input_layernorm.forward)
 
 
+@pytest.mark.parametrize("include_mlps", [False, True])
+def test_mlp_kernels_are_disabled_unless_included(include_mlps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[dict[str, bool]] = []
+
+    def apply(model: object, rope: bool = True, rms_norm: bool = True, swiglu: bool = True, geglu: bool = True) -> None:
+        used.append({"rope": rope, "rms_norm": rms_norm, "swiglu": swiglu, "geglu": geglu})
+
+    monkeypatch.setattr(liger_kernels, "_find_function", lambda model: apply)
+    apply_liger_kernels(build_graph(tiny_config("llama")).model, include_mlps=include_mlps)
+    assert used == [{"rope": False, "rms_norm": True, "swiglu": include_mlps, "geglu": include_mlps}]
+
+
 @pytest.mark.usefixtures("liger")
 def test_a_model_without_kernels_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"no kernels for gpt2\. Write use_liger_kernel = false"):
