@@ -12,7 +12,7 @@ run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM ti
 	$(BIN)/python examples/fetch_smollm2.py
 	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
 
-test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores; a costly test runs every fourth day
+test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores; a costly test runs once a week
 	$(BIN)/python -m pytest -n 2 --dist worksteal --today $(ARGS)
 
 # For development

@@ -150,10 +150,10 @@ LONG_BENCHES = (
 
 
 #: Tests that take 0.8 s or more on a slow processor, one per line, found with `--durations=0 --durations-min=0.8`.
-#: With `--today`, each of them runs only every `DAYS` days. Neighboring lines are of the same file, so that each day
+#: With `--today`, each of them runs on one day of `DAYS`. Neighboring lines are of the same file, so that each day
 #: has tests of every kind. Left out are a few tests of basic laws, which run every day: one run in each placement,
 #: a run next to plain PyTorch, and the direction of imports.
-COSTLY, DAYS = Path(__file__).with_name("costly_tests.txt"), 4
+COSTLY, DAYS = Path(__file__).with_name("costly_tests.txt"), 7
 
 #: Files with tests that take half a minute or more. If they ran last, the other workers would be idle.
 FIRST = (
