@@ -150,9 +150,9 @@ LONG_BENCHES = (
 
 
 #: Tests that take 0.8 s or more on a slow processor, one per line, found with `--durations=0 --durations-min=0.8`.
-#: With `--today`, each of them runs on one day of `DAYS`. Neighboring lines are of the same file, so that each day
-#: has tests of every kind. Left out are a few tests of basic laws, which run every day: one run in each placement,
-#: a run next to plain PyTorch, and the direction of imports.
+#: With `--today`, each of them runs on one day of `DAYS`. Neighboring lines are of the same folder, so that each day
+#: has tests of every folder with at least `DAYS` of them. Left out are a few tests of basic laws, which run every day:
+#: one run in each placement, a run next to plain PyTorch, and the direction of imports.
 COSTLY, DAYS = Path(__file__).with_name("costly_tests.txt"), 7
 
 #: Files with tests that take half a minute or more. If they ran last, the other workers would be idle.
@@ -183,6 +183,11 @@ _FILE = pytest.StashKey[Path]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--today", action="store_true", help="leave out the costly tests of other days")
+
+
+def pytest_configure() -> None:
+    if not os.environ["TEST_DAY"].isdecimal():
+        raise pytest.UsageError(f"TEST_DAY must be the number of a day, such as 739951, not {os.environ['TEST_DAY']!r}")
 
 
 def pytest_report_header() -> str:
